@@ -78,7 +78,7 @@ from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.replay import make_replay, require_memory
 from recipes.common.run import Log, Run, prepare
-from recipes.common.schemas.acer import ACERConfig, Config
+from recipes.common.schemas.acer import WITH_Q, ACERConfig, Config
 from recipes.common.update import stack_updates, total
 from torchrl_replay_ext import (
     ACERContinuousLoss,
@@ -388,6 +388,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(evaluation.action_space, Discrete)
+    names = ", ".join(WITH_Q)
+    acer.check("returns", lambda value: value in WITH_Q or not discrete, f"actions are discrete; choose {names}")
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
     try:
         loss_module = make_loss(acer, observed, num_actions, device)

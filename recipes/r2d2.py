@@ -48,6 +48,7 @@ from torchrl.data import Sequence, TensorDictReplayBuffer
 from recipes.common.cli import parse_config
 from recipes.common.collector import VectorCollector
 from recipes.common.environment import make_discrete_env
+from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentGreedy, RecurrentNetwork
@@ -171,6 +172,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # One environment per evaluation episode. The collector below makes the training environments.
     evaluation = Evaluation(make_discrete_env, config.env, r2d2.evaluation_episodes)
+    if len(evaluation.observation_space.shape or ()) != 1:
+        raise ConfigError(f"env.id={config.env.id}: recipes.r2d2 needs vector observations; use recipes.dqn")
     require_memory(config, evaluation.envs[0], device)
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 

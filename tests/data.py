@@ -63,6 +63,13 @@ def random_rows(count, *, first=0, episode=10) -> TensorDict:
     )
 
 
+def as_graphs(rb):
+    """Make the draws and updates of a buffer run as graphs; returns the buffer."""
+    rb.sample = torch.compile(rb.sample, fullgraph=True)
+    rb.update_tensordict_priority = torch.compile(rb.update_tensordict_priority, fullgraph=True)
+    return rb
+
+
 def learnable(count, *, observation=4, action=None, done=0.1) -> TensorDict:
     """Random transitions for a loss.
 

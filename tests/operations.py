@@ -90,9 +90,8 @@ def proportional(capacity: int, streams: int, rng: random.Random, validate: bool
 
 def rank(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     choices = {"segments": rng.choice(["exact", "piecewise"]), "weight_norm": rng.choice(["buffer", "batch"])}
-    stale = rng.choice([0.0, 0.05, 0.5, 1.0])
     choices |= {"stratified": rng.random() < 0.5, "validate": validate}
-    return {"sampler": RankBasedSampler(capacity, stale_fraction=stale, **choices)}
+    return {"sampler": RankBasedSampler(capacity, **choices)}
 
 
 def reaper(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
@@ -501,9 +500,7 @@ class Driven:
         self.update_all()
         if self.case.pinned:
             tables = self.tables_of()
-            held = (
-                tables.holds(torch.arange(tables.num_slots, device=tables.device)).any(0).nonzero().squeeze(1).tolist()
-            )
+            held = (tables.places >= 0).any(0).nonzero().squeeze(1).tolist()
         else:
             held = sorted(self.content)
         slots = self.rng.choices(held, k=count)

@@ -145,15 +145,8 @@ def reaper(**arguments: Any) -> Callable[[int], Any]:
 
 
 def rank(**arguments: Any) -> Callable[[int], Any]:
-    arguments = {"beta": Anneal(0.4, 1.0, 30), "stale_fraction": 1.0, **arguments}
+    arguments = {"beta": Anneal(0.4, 1.0, 30), **arguments}
     return lambda capacity: RankBasedSampler(capacity, **arguments)
-
-
-def sort(*buffers: Any) -> None:
-    """Sort rank-based samplers now, so that eager steps do not sort soon; a compiled step cannot sort."""
-    for buffer in buffers:
-        if hasattr(buffer.sampler, "sort"):
-            buffer.sampler.sort()
 
 
 def events(retention: str = "ring", **arguments: Any) -> Callable[[int], Any]:
@@ -222,7 +215,7 @@ CASES = {
         TwoStreams,
         extends=False,
     ),
-    "events, rank": Case(events(priority=inside("rank", stale_fraction=1.0)), extends=False),
+    "events, rank": Case(events(priority=inside("rank")), extends=False),
     "slices, uniform": Case(slices()),
     "slices, uniform, two streams": Case(slices(num_streams=2), TwoStreams),
     "slices, uniform, two streams, not padded": Case(slices(num_streams=2, pad=False), TwoStreams),
@@ -312,7 +305,6 @@ def compare(case: Case) -> None:
             eager.extend(data.clone())
             compiled.extend(data)
             return
-        sort(eager, compiled)
         torch.manual_seed(seed)
         expected = step(eager, data.clone())
         torch.manual_seed(seed)
@@ -351,7 +343,6 @@ def test_a_restored_buffer_may_begin_in_a_graph(name):
     case = CASES[name]
     experience, source, restored = case.experience(), case.buffer(), case.buffer()
     source.extend(experience.take(4))
-    sort(source)
     restored.load_state_dict(source.state_dict())
     data = experience.take(4)
     graph = torch.compile(lambda data: step(restored, data), fullgraph=True, backend="eager")
@@ -621,7 +612,6 @@ def test_late_updates_of_overwritten_slots_are_dropped(name):
         # an update of the other rows drops nothing
         rest = batch[was_kept]
         twin.sampler.update_priority(rest["index"], rest["td_error"], storage=twin.storage, stamp=rest["write_stamp"])
-        sort(buffer, twin)
         assert_same_sampler(buffer, twin, but=("dropped_updates", "update_counts"))
 
 
@@ -783,7 +773,6 @@ def test_outside_graphs_it_is_a_stock_buffer(name, tmp_path):
 
     for number in range(case.capacity):
         data = experience.take(4)
-        sort(ours, theirs)
         torch.manual_seed(number)
         first = step(ours, data.clone())
         torch.manual_seed(number)

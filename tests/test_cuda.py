@@ -34,7 +34,6 @@ from tests.test_compiled import (
     assert_valid,
     is_ours,
     sample_and_update,
-    sort,
     stamps_of,
     step,
 )
@@ -233,8 +232,6 @@ def test_an_update_in_a_cuda_graph_changes_what_an_eager_one_changes(name):
         in_graph(device_update(compiled, slots, error))
         eager.update_tensordict_priority(device_update(eager, slots[:18], error[:18]))
     assert_one_graph()
-    # a graph does not sort the ranks
-    sort(compiled, eager)
     assert_same_sampler(compiled, eager, but=("rejected_updates", "acceptance_rate"))
     assert int(compiled.sampler.stats()["rejected_updates"]) == 20
 
@@ -261,7 +258,6 @@ def test_draws_follow_the_probabilities(make, way):
     buffer = CompilableReplayBuffer(storage=CompilableTensorStorage(80, device=DEVICE), sampler=make(), batch_size=500)
     buffer.extend(Flat().take(64).to(DEVICE))
     buffer.update_priority(torch.arange(64, device=DEVICE), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)].to(DEVICE))
-    sort(buffer)
 
     def draw():
         return buffer.sample()["index"]

@@ -19,7 +19,6 @@ from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
 from torchrl_replay_ext.kernels import ops
-from torchrl_replay_ext.kernels.ops import Kernel
 
 pytest.importorskip("triton")
 
@@ -34,17 +33,12 @@ from tests.cuda_code import code_for_cuda
 pytestmark = pytest.mark.usefixtures("from_scratch")
 
 
-@pytest.fixture(autouse=True)
-def code_of_the_gpu(monkeypatch):
-    """Graphs are traced with tensors on the CPU; use kernels only if they have a version for the GPU."""
-    monkeypatch.setattr(Kernel, "runs_on", lambda self, state: self._for_cuda)
-
-
 def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    called = re.sub(r"torch\.ops\.torchrl_replay_ext\.(tree|rows|reaper|lanes|episodes|slices)_", "our_", called)
+    modules = "tree|rows|reaper|lanes|episodes|slices|rank|events"
+    called = re.sub(rf"torch\.ops\.torchrl_replay_ext\.({modules})_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
     # Triton rejects a product of an int32 index, x0 or r0_1, and a number that is out of its range
@@ -145,9 +139,8 @@ def test_kernels_of_rows_are_compiled_for_the_gpu(name, flag):
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
-@pytest.mark.parametrize(("architecture", "assigned"), [(80, True), (90, False)])
-def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monkeypatch):
-    """With the arguments of calls, which are not launched."""
+def compiled_only(monkeypatch, architecture, kernels):
+    """Compile the given kernels at their calls, with the arguments of these, instead of running them."""
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", architecture, 32))
     target.get_current_device = target.get_current_stream = lambda *_: 0
     compiled, launch = [], JITFunction.run
@@ -155,18 +148,60 @@ def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monk
     def run(*arguments, warmup, **options):
         compiled.append(launch(*arguments, warmup=True, **options))
 
-    index, generation = test_kernels.some_episodes(assigned, 2)
-    tree = test_kernels.a_tree(300)
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(JITFunction, "run", run)
-    for kernel in (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw):
+    for kernel in kernels:
         monkeypatch.setattr(kernel, "_on_cpu", lambda *given, on=kernel._on_cuda: on(*map(ops.as_tensor, given)))
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("architecture", "retention", "allocation"), [(80, "ring", 0), (90, "pinned", 1), (90, "ring", 2)]
+)
+def test_kernels_of_event_tables_are_compiled_for_the_gpu(architecture, retention, allocation, monkeypatch):
+    tables, _ = test_kernels.some_tables(retention)
+    tree, slots = test_kernels.a_tree(len(tables.slot_at)), torch.arange(60)
+    kernels = ops.events_set_masses, ops.events_plan, ops.events_draw, ops.events_mixture
+    compiled = compiled_only(monkeypatch, architecture, kernels)
+    nothing, exponent = torch.zeros(0, dtype=torch.int64), torch.ones(2, dtype=torch.float64)
+    state = slots, slots, tables.slot_at, tables.places, tables.counts, tables.journal, 0, 3
+    for d, union in ((torch.rand(60), nothing), (torch.rand(0), nothing), (torch.rand(0), slots[:2])):
+        ops.events_set_masses(*tree.arrays()[:3], d, exponent, union, *state)
+    numbers, shares = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.float64)
+    plan = slots[:1], shares, numbers, allocation, *tree.arrays()[:3], tables.counts, tables.begins
+    plan += slots, shares.clone(), numbers.clone(), numbers.clone()
+    ops.events_plan(*plan)
+    ops.events_draw(*plan, tables.slot_at, tables.places, False, slots, slots.clone(), slots.double())
+    ops.events_mixture(slots, shares, tree.leaves, tables.places, slots.double())
+    assert [kernel.name for kernel in compiled] == ["_masses", "_write"] * 3 + ["_draw", "_draw", "_mixture"]
+    assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+@pytest.mark.parametrize(("architecture", "assigned"), [(80, True), (90, False)])
+def test_kernels_of_reaper_are_compiled_for_the_gpu(architecture, assigned, monkeypatch):
+    """With the arguments of calls, which are not launched."""
+    index, generation = test_kernels.some_episodes(assigned, 2)
+    tree = test_kernels.a_tree(300)
+    compiled = compiled_only(monkeypatch, architecture, (ops.reaper_reliability, ops.reaper_smallest, ops.reaper_draw))
     index.reliability(torch.arange(300), generation)
     result, omega = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     ops.reaper_smallest(tree.leaves[:300], omega, result, *index.arrays(generation))
     test_kernels.draw_by_reliability(index, generation, 0.5, tree, tables=4 * assigned)
     assert [kernel.name for kernel in compiled] == ["_of", "_smallest", "_draw", "_average"][: 3 + assigned]
     assert all(kernel.asm["cubin"] for kernel in compiled)
+
+
+RANKS = {"bucket": INT32, "members": INT32, "counts": INT32, "to": INT32}
+RANKS |= dict.fromkeys(("place", "top", "slots", "rank", "slot"), INT64)
+
+
+@pytest.mark.parametrize("name", ["_move", "_find", "_rank_of"])
+def test_kernels_of_ranks_are_compiled_for_the_gpu(name):
+    kernel = getattr(import_module("torchrl_replay_ext.kernels.cuda.rank"), name)
+    constants = {key: value for key, value in {"is_one": False, "num_rows": 64}.items() if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in constants else RANKS.get(key, "i32") for key in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 BOOL = "*i1"

@@ -1,15 +1,13 @@
 import random
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.free_list import FreeList
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 
 
@@ -363,31 +361,3 @@ def test_a_lane_is_free_again_when_its_trajectory_ends():
     both.update(list(range(8)), list(range(1, 9)))
     both.check()
     assert len(both.episodes()) == 5
-
-
-# --- free ids
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(size=st.integers(1, 12), data=st.data())
-def test_free_list_against_a_queue(size, data):
-    """The free list never returns an id in use; ids come out in the order in which they were returned."""
-    ids, free, used = FreeList(size), list(range(size)), []
-    for _ in range(data.draw(st.integers(1, 20))):
-        if data.draw(st.booleans()):
-            wanted = data.draw(st.integers(0, size))
-            if wanted > len(free):
-                continue
-            handed = ids.take(wanted).tolist()
-            assert handed == free[:wanted]
-            assert not set(handed) & set(used)
-            used += handed
-            del free[:wanted]
-        else:
-            given_back = data.draw(st.permutations([i for i in used if data.draw(st.booleans())]))
-            ids.give_back(np.array(given_back, dtype=np.int64))
-            free += given_back
-            used = [i for i in used if i not in given_back]
-        assert ids.free().nonzero().squeeze(1).tolist() == sorted(free)
-    ids.clear_()
-    assert sorted(ids.take(size).tolist()) == list(range(size))

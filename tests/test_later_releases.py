@@ -140,21 +140,6 @@ def test_a_rate_limit_combines_with_buffers_of_tensordicts(name, base):
     sampler.check_valid()
 
 
-@later
-@pytest.mark.usefixtures("from_scratch")
-def test_a_rate_limit_holds_for_samples_that_run_as_graphs():
-    class Limited(RateLimited, CompilableReplayBuffer):
-        pass
-
-    storage = CompilableTensorStorage(CAPACITY)
-    rb = Limited(storage=storage, sampler=ProportionalSampler(), batch_size=BATCH, samples_per_insert=1.0, compile=True)
-    rb.extend(random_rows(2 * BATCH))
-    for _ in range(2):
-        learn(rb)
-    with pytest.raises(RuntimeError, match="does not currently permit this sample"):
-        rb.sample()
-
-
 # --- sample units and generations
 
 

@@ -1,5 +1,6 @@
 """Tests of compile_step: the updates it compiles, and its errors."""
 
+import copy
 import math
 
 import pytest
@@ -21,53 +22,44 @@ from torchrl_replay_ext import (
 pytestmark = pytest.mark.usefixtures("from_scratch")
 
 
-def wrong_steps():
-    network = nn.Linear(3, 2)
-    parameters, x = list(network.parameters()), torch.randn(4, 3)
-    optimizer = torch.optim.Adam(parameters)
-
-    def backward():
-        loss = network(x).square().mean()
-        loss.backward()
-
-    def helper():
-        loss = network(x).square().mean()
-        loss.backward()
-
-    def hidden_backward():
-        helper()
-
-    def zero_grad():
-        optimizer.zero_grad()
-
-    def step():
-        gradients = torch.autograd.grad(network(x).square().mean(), parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-
-    return parameters, {
-        "loss.backward()": backward,
-        "helper()": hidden_backward,
-        "optimizer.zero_grad()": zero_grad,
-        "optimizer.step()": step,
-    }
+def backward(network, optimizer, loss):
+    loss.backward()
 
 
-@pytest.mark.parametrize("call", ["loss.backward()", "helper()", "optimizer.zero_grad()", "optimizer.step()"])
-def test_what_cannot_be_compiled_is_named_with_the_way_out(call):
-    parameters, steps = wrong_steps()
-    before = [parameter.detach().clone() for parameter in parameters]
-    compiled = compile_step(steps[call])
+def hidden_backward(network, optimizer, loss):
+    backward(network, optimizer, loss)
+
+
+def zero_grad(network, optimizer, loss):
+    optimizer.zero_grad()
+
+
+def step_of_torch(network, optimizer, loss):
+    for parameter, gradient in zip(
+        network.parameters(), torch.autograd.grad(loss, [*network.parameters()]), strict=True
+    ):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (backward, "loss.backward()"),
+        (hidden_backward, "loss.backward()"),
+        (zero_grad, "optimizer.zero_grad()"),
+        (step_of_torch, "optimizer.step()"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named_with_the_way_out(function, line):
+    network, x = nn.Linear(3, 2), torch.randn(4, 3)
+    optimizer, before = torch.optim.Adam(network.parameters()), copy.deepcopy(network)
+    compiled = compile_step(lambda: function(network, optimizer, network(x).square().mean()))
     for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=r"torchrl_replay_ext\.AdamStep\(optimizer\)") as caught:
             compiled()
-        message = str(caught.value)
-        assert f"of test_steps.py, `{call.replace('helper', 'loss.backward')}`" in message
-        assert "torchrl_replay_ext.AdamStep(optimizer)" in message and "torch.autograd.grad" in message
-        assert "\n" not in message and len(message) < 500
-        assert isinstance(caught.value.__cause__, torch._dynamo.exc.Unsupported)
-    for parameter, old in zip(parameters, before, strict=True):
+        assert "test_steps.py" in str(caught.value) and line in str(caught.value)
+    for parameter, old in zip(network.parameters(), before.parameters(), strict=True):
         assert parameter.grad is None and torch.equal(parameter, old)
 
 
@@ -87,49 +79,39 @@ def test_errors_of_the_step_stay_visible():
         compile_step(step)()
 
 
-def test_arguments_that_do_not_fit_the_graph_are_refused():
-    total = torch.zeros(())
-    step = compile_step(
-        lambda rows, scale, *, more=None: total.add_(scale * rows.sum() + (0 if more is None else more.sum()))
-    )
-    step(torch.ones(8), 2.0)
-    step(torch.ones(8), 2.0)
-    for rows, scale, more, message in (
-        (torch.ones(4), 2.0, {}, r"argument 0 of <lambda> has shape \[4\], but the graph was compiled for shape \[8\]"),
-        (torch.ones(8), 3.0, {}, "argument 1 of <lambda> has value 3.0, but the graph was compiled for value 2.0"),
-        (torch.ones(8), 2.0, {"more": torch.ones(1)}, "was compiled for 2 arguments"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            step(rows, scale, **more)
-    assert total == 32
+ONES = torch.ones(4)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (torch.ones(4), torch.ones(4, dtype=torch.float64), "argument 0 of .* has dtype torch.float64"),
-        (torch.ones(8)[:4], torch.ones(8)[::2], r"argument 0 of .* has strides \(2,\)"),
-        (torch.ones(3, 3).T, torch.ones(3, 3), "has strides of its shape, but the graph was compiled for strides"),
+        (ONES, torch.ones(3), r"argument 0 of step has shape \[3\] of .*the graph was compiled for shape \[4\] of "),
+        (ONES, ONES.double(), r"has shape \[4\] of torch\.float64"),
+        (torch.ones(8)[:4], torch.ones(8)[::2], r"with strides \(2,\)"),
+        (torch.ones(3, 3).T, torch.ones(3, 3), "the graph was compiled for .* with strides"),
+        ([ONES, 2.0], [ONES, 3.0], r"argument 0\[1\] of step has value 3\.0, but .* for value 2\.0"),
+        ([ONES, 1], [ONES, 1.0], r"has value 1\.0, but .* compiled for value 1\."),
+        ([ONES], [ONES, ONES], "has length 2, but"),
+        ({"a": ONES}, {"a": torch.ones(2)}, r"argument 0\['a'\] of step has shape \[2\]"),
         (
             TensorDict({"a": {"b": torch.ones(4, 3)}}, [4]),
             TensorDict({"a": {"b": torch.ones(4, 2)}}, [4]),
-            r"entry 'b' of entry 'a' of argument 0 of .* has shape \[4, 2\]",
+            r"argument 0\['a'\]\['b'\] of step has shape \[4, 2\]",
         ),
+        (TensorDict({"a": ONES}, [4]), TensorDict({"b": ONES}, [4]), r"argument 0\['a'\] of step has nothing"),
         (
-            TensorDict({"a": torch.ones(4)}, [4]),
-            TensorDict({"b": torch.ones(4)}, [4]),
-            r"argument 0 of .* has the entries \['b'\]",
+            TensorDict({"a": ONES}, [4]),
+            TensorDict({"a": ONES, "b": ONES}, [4]),
+            r"argument 0\['b'\] .* was compiled for nothing",
         ),
-        ([torch.ones(3)], [torch.ones(2)], r"entry 0 of argument 0 of .* has shape \[2\]"),
-        ((torch.ones(3), 1), (torch.ones(3), 5), "entry 1 of argument 0 of .* has value 5"),
     ],
 )
 def test_arguments_may_change_in_nothing_but_values(first, second, message):
     total = torch.zeros(())
 
-    def step(argument):
+    def step(argument, **more):
         parts = argument.values(True, True) if isinstance(argument, TensorDict) else argument
-        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        parts = parts.values() if isinstance(parts, dict) else parts
         return total.add_(sum(part.sum() if isinstance(part, torch.Tensor) else part for part in parts))
 
     compiled = compile_step(step)
@@ -137,16 +119,9 @@ def test_arguments_may_change_in_nothing_but_values(first, second, message):
     before = compiled(first).item()
     with pytest.raises(ValueError, match=message):
         compiled(second)
+    with pytest.raises(ValueError, match=r"argument more of step has shape \[4\].* compiled for nothing"):
+        compiled(first, more=ONES)
     assert total == before
-
-
-def test_an_integer_is_not_the_float_of_the_same_value():
-    step = compile_step(lambda x, number: x * number)
-    step(torch.ones(1), 1)
-    with pytest.raises(
-        ValueError, match=r"argument 1 of <lambda> has value 1\.0, but the graph was compiled for value 1\."
-    ):
-        step(torch.ones(1), 1.0)
 
 
 def test_not_a_number_stays_the_same_number():
@@ -186,7 +161,7 @@ def test_entries_that_the_step_replaces_must_be_as_before():
 
     compiled, batch = compile_step(step), TensorDict({"pixels": torch.ones(4, dtype=torch.uint8)}, [4])
     compiled(batch)
-    with pytest.raises(ValueError, match=r"'pixels' of argument 0 of step has dtype torch\.float32"):
+    with pytest.raises(ValueError, match=r"argument 0\['pixels'\] of step has .*float32"):
         compiled(batch)
 
 
@@ -229,27 +204,27 @@ CHANGES = {
     "dtype": (
         lambda state, x: setattr(state, "a", state.a.double() + x),
         State(a=torch.zeros(3)),
-        r"tensor 'state\.a' dtype mismatch\. expected Float, actual Double",
+        r"tensor '.*\.a' dtype mismatch\. expected Float, actual Double",
     ),
     "shape": (
         lambda state, x: setattr(state, "a", torch.cat([state.a, x])),
         State(a=torch.zeros(3)),
-        r"tensor 'state\.a' size mismatch at index 0\. expected 3, actual 6",
+        r"tensor '.*\.a' size mismatch at index 0\. expected 3, actual 6",
     ),
     "number": (
         lambda state, x: setattr(state, "n", state.n + 1),
         State(n=0),
-        r"The check that fails: state\.n == 0, for lambda .*test_steps\.py:\d+",
+        r"\.n == 0 .*lambda .*test_steps\.py:\d+",
     ),
     "None": (
         lambda state, x: setattr(state, "h", x if state.h is None else state.h + x),
         State(h=None),
-        r"state\.h was None in the first call of step and is a tensor now",
+        r"first call of step.*[\s\S]*state\.h was None and is a tensor now",
     ),
     "list": (
         lambda state, x: state.rows.append(x),
         State(rows=[]),
-        r"The check that fails: not state\.rows",
+        r"not .*\.rows",
     ),
 }
 
@@ -283,7 +258,7 @@ def test_two_states_that_start_as_one_tensor_are_named():
     zeros = torch.zeros(2)
     compiled = sums_of(State(h=zeros, c=zeros))
     assert compiled(torch.ones(2)).tolist() == [11, 11]
-    with pytest.raises(RuntimeError, match=r"state\.[hc] is state\.[hc], for .*zeros and zeros\.clone\(\)"):
+    with pytest.raises(RuntimeError, match=r"zeros and zeros\.clone\(\)[\s\S]*\.[hc] is .*\.[hc] "):
         compiled(torch.ones(2))
     compiled = sums_of(State(h=zeros, c=zeros.clone()))
     assert [compiled(torch.ones(2)).tolist() for _ in range(3)] == [[11, 11], [22, 22], [33, 33]]
@@ -317,7 +292,7 @@ def test_a_failed_first_call_does_not_use_up_the_check():
         compiled(values)
     index.fill_(1)
     assert float(compiled(values)) == 2
-    with pytest.raises(RuntimeError, match=r"'module\.factor' dtype mismatch\. expected Float, actual Double"):
+    with pytest.raises(RuntimeError, match=r"factor.* dtype mismatch\. expected Float, actual Double"):
         compiled(values)
 
 
@@ -437,7 +412,7 @@ def test_a_buffer_of_torchrl_is_named_as_what_cannot_be_compiled():
     def step():
         return rb.sample()["action"]
 
-    with pytest.raises(RuntimeError, match=r"`return rb.sample\(\).*takes a lock.*use CompilableReplayBuffer"):
+    with pytest.raises(RuntimeError, match=r"take a lock.*Use CompilableReplayBuffer[\s\S]*return rb\.sample\(\)"):
         compile_step(step)()
 
 
@@ -445,16 +420,6 @@ def test_the_first_write_in_a_graph_gives_the_error_of_the_storage():
     rb = buffer_of(ProportionalSampler, 10, compilable=True)
     with pytest.raises(RuntimeError, match=r"^CompilableTensorStorage: the first write must run outside the compiled"):
         compile_step(lambda data: rb.extend(data))(learnable(8))
-
-
-def test_a_batch_of_another_size_is_refused():
-    buffer = buffer_of(ProportionalSampler, 64, compilable=True)
-    buffer.extend(learnable(8))
-    step = compile_step(lambda rows: buffer.extend(rows))
-    step(learnable(8))
-    with pytest.raises(ValueError, match=r"has shape \[4\]"):
-        step(learnable(4))
-    assert len(buffer) == 16
 
 
 class DQN:

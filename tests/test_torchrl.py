@@ -54,7 +54,7 @@ READ = {
         "_writer",
     },
     "Sampler": {"_empty", "_rng"},
-    "TensorDict": {"_fast_apply", "_new_unsafe", "_tensordict"},
+    "TensorDict": {"_fast_apply", "_has_names", "_new_unsafe", "_set_str", "_tensordict"},
 }
 INHERITED = {
     "LazyTensorStorage": {
@@ -90,6 +90,8 @@ INHERITED = {
         "_collate_fn",
         "_get_priority_vector",
         "_init",
+        "_pin_memory",
+        "_prefetch",
         "_replay_lock",
         "_sample",
         "_sample_unit",
@@ -99,6 +101,7 @@ INHERITED = {
         "_transform",
         "_transpose",
         "_write_lock",
+        "_writer",
     },
     "Sampler": {"_empty", "_rng"},
     "LossModule": {

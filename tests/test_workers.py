@@ -74,7 +74,7 @@ def make_buffer(num_streams, *, compilable=False, ndim=1):
     samplers = {
         "per": ProportionalSampler(CAPACITY),
         "decoupled": DecoupledSampler(ProportionalSampler(CAPACITY), linear_policy(4, 1)),
-        "rank": RankBasedSampler(CAPACITY, stale_fraction=0.0),
+        "rank": RankBasedSampler(CAPACITY),
         "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
         "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
         "tables": EventTableSampler(tables, eta=eta, min_size=1),

@@ -84,20 +84,17 @@ def shown(number: float | np.floating) -> str:
     return str(number).removesuffix(".0")
 
 
-def require_finite(owner: str, name: str, value: Any) -> float:
-    """Return ``value`` as a float. TypeError if it is not a number, ValueError if it is negative or not finite."""
-    number = as_number(owner, name, value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{owner}({name}={value}): {name} must be >= 0 and finite.")
-    return number
-
-
 def require_number(owner: str, name: str, value: Any, valid: Callable[[float], bool], rule: str) -> float:
     """Return ``value`` as a float. TypeError if it is not a number, ValueError with the ``rule`` if it is not valid."""
     number = as_number(owner, name, value)
     if not valid(number):
-        raise ValueError(f"{owner}({name}={value!r}): {name} must be {rule}.")
+        raise ValueError(f"{owner}({name}={value}): {name} must be {rule}.")
     return number
+
+
+def require_finite(owner: str, name: str, value: Any) -> float:
+    """Return ``value`` as a float. TypeError if it is not a number, ValueError if it is negative or not finite."""
+    return require_number(owner, name, value, lambda x: math.isfinite(x) and x >= 0, ">= 0 and finite")
 
 
 def is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Operations that differ between eager code and graphs (torch.compile or CUDA capture), which cannot read values.
 
 :func:`is_traced` is True where values cannot be read: under torch.compile, and while a CUDA graph is captured.
-``torch.compiler.is_compiling`` is used where only the code that the compiler generates differs.
+``torch.compiler.is_dynamo_compiling`` is used where only the code that the compiler generates differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLOAT64_BITS = 53
 
 def is_traced() -> bool:
     """True if this code becomes part of a graph. It must not read the value of a tensor then."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -104,7 +104,7 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
         generator: source of randomness; if it is on another device, it seeds a new generator, see
             :func:`generator_on`. None (default): the global generator.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.randint(0, 2**_FLOAT64_BITS, size, device=device).to(torch.float64) * 2.0**-_FLOAT64_BITS
     if generator is not None and generator.device.type != device.type:
         # CUDA cannot use a new generator while it captures a graph
@@ -114,7 +114,7 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
 
 def random_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """A random number that seeds a kernel, int64 [1] on ``device``; ``generator`` as for :func:`uniform`."""
-    if torch.compiler.is_compiling() or generator is None:
+    if torch.compiler.is_dynamo_compiling() or generator is None:
         return torch.randint(2**63 - 1, (1,), device=device)
     return to_device(torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator), device)
 
@@ -151,7 +151,7 @@ def where_int64(condition: Any, yes: Any, no: Any) -> Any:
     """``torch.where`` for int64; by arithmetic in graphs, because ``torch.where`` compiled for AVX2 can be wrong."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return no + (yes - no) * condition
     return torch.where(condition, yes, no)
 
@@ -169,7 +169,7 @@ def gather_in_bounds(source: Tensor, index: Array) -> Array:
         return source.numpy().take(index, 0)
     if isinstance(index, slice):
         return source.numpy()[index]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
     return source.index_select(0, index) if index.ndim == 1 else source[index]
 
@@ -187,20 +187,11 @@ def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float) 
         destination.index_fill_(0, index, values)
         return
     values = values.to(destination.dtype).expand(len(index), *destination.shape[1:])
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         index = index.clamp(0, destination.shape[0] - 1)
         destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values))
     else:
         destination.index_copy_(0, index, values)
-
-
-def add_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
-    """``destination[index] += values`` in place, for an index [n] within bounds; duplicates add up."""
-    if torch.compiler.is_compiling():
-        # not decomposed: the compiler's own accumulation is slower and, on CUDA, sorts the index
-        torch.ops.torchrl_replay_ext.index_add_(destination, index, values)
-    else:
-        destination.index_add_(0, index, values)
 
 
 def mark_static(*parts: Any) -> None:
@@ -221,13 +212,3 @@ def mark_static(*parts: Any) -> None:
             left += part.values()
         elif type(part).__module__.startswith("torchrl_replay_ext."):
             left += getattr(part, "__dict__", {}).values()
-
-
-_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
-_library.define("index_add_(Tensor(a!) destination, Tensor index, Tensor values) -> ()")
-
-
-# without the layers of torch.library.custom_op, which take several times as long as the addition
-@torch.library.impl(_library, "index_add_", "CompositeExplicitAutograd")
-def _index_add(destination: Tensor, index: Tensor, values: Tensor) -> None:
-    destination.index_add_(0, index, values)

@@ -22,8 +22,10 @@ trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import inspect
+from collections.abc import Mapping
+from dataclasses import field, make_dataclass
+from functools import partial
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -36,6 +38,7 @@ from torchrl.trainers.algorithms.configs.data import (
 )
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.buffers import CompilableReplayBuffer
 from torchrl_replay_ext.core.event_spec import EventSpec, Threshold
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.samplers import (
@@ -45,30 +48,17 @@ from torchrl_replay_ext.samplers import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.storages import CompilableTensorStorage
 from torchrl_replay_ext.writers import EventTableWriter
+from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 PROVIDER = "torchrl_replay_ext"
 
-# How TorchRL's losses write "td_error", by the name of the function or class in a trainer's configuration.
+# How TorchRL's losses write "td_error". SAC writes squared TD errors if it has a value network.
 _TD_ERRORS = {
-    "_make_dqn_loss": "squared",
-    "DQNLoss": "squared",
-    "_make_qmixer_loss": "squared",
-    "QMixerLoss": "squared",
-    "_make_ddpg_loss": "squared",
-    "DDPGLoss": "squared",
-    "_make_td3_loss": "squared",
-    "TD3Loss": "squared",
-    "_make_iql_loss": "squared",
-    "IQLLoss": "squared",
-    "_make_cql_loss": "squared",
-    "CQLLoss": "squared",
-    "_make_sac_loss": "absolute",
-    "SACLoss": "absolute",
-    "DiscreteSACLoss": "absolute",
+    **dict.fromkeys(("dqn", "qmixer", "ddpg", "td3", "iql", "cql"), "squared"),
+    **dict.fromkeys(("sac", "discretesac"), "absolute"),
 }
-# These write squared TD errors if they have a value network.
-_SAC = ("_make_sac_loss", "SACLoss")
 
 
 # --- resolvers: values from the configurations of the buffer and of the loss
@@ -84,11 +74,11 @@ def _of_buffer(path: str, _parent_: Any) -> Any:
 
 def _of_loss(_root_: Any) -> str | None:
     """How the trainer's loss writes "td_error", "squared" or "absolute"; None if the loss is unknown."""
-    for path in ("trainer.loss_module._target_", "loss._target_"):
-        target = OmegaConf.select(_root_, path)
-        if target is not None:
-            name = str(target).rsplit(".", 1)[-1]
-            if name in _SAC and OmegaConf.select(_root_, path.replace("_target_", "value_network")) is not None:
+    for path in ("trainer.loss_module", "loss"):
+        if target := OmegaConf.select(_root_, f"{path}._target_"):
+            # DQNLoss, or TorchRL's function _make_dqn_loss
+            name = target.rsplit(".", 1)[-1].lower().removeprefix("_make_").removesuffix("loss").rstrip("_")
+            if name == "sac" and OmegaConf.select(_root_, f"{path}.value_network") is not None:
                 return "squared"
             return _TD_ERRORS.get(name)
     return None
@@ -96,9 +86,6 @@ def _of_loss(_root_: Any) -> str | None:
 
 OmegaConf.register_new_resolver("of_buffer", _of_buffer, replace=True)
 OmegaConf.register_new_resolver("td_error_of_loss", _of_loss, replace=True)
-
-_CAPACITY = "${of_buffer:storage.max_size}"
-_TD_ERROR = "${td_error_of_loss:}"
 
 
 # --- from plain values to objects
@@ -109,38 +96,35 @@ def _key(value: Any) -> Any:
     return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
-def _number(owner: str, name: str, value: Any) -> Any:
-    """Convert a value from YAML to a number or a schedule."""
-    if isinstance(value, Anneal):
-        return value
-    if isinstance(value, Mapping):
-        if set(value) != {"start", "end", "num_updates"}:
-            raise ValueError(
-                f"{owner}({name}={dict(value)}): a schedule must have exactly the entries start, end and num_updates."
-            )
-        return Anneal(**value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(
-            f"{owner}({name}={value!r}): must be a number, or a schedule {{start: , end: , num_updates: }}."
-        )
+def _mapping(owner: str, name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{owner}({name}={value!r}): must be a mapping, with an entry for each name.")
     return value
 
 
-_SCHEDULED = ("alpha", "beta", "omega")
+def _made(owner: str, name: str, kind: type, value: Any, *first: Any) -> Any:
+    """An object of ``kind`` from its arguments in YAML; ``first``: those that YAML does not have."""
+    try:
+        return kind(*first, **_mapping(owner, name, value))
+    except TypeError as error:
+        raise ValueError(f"{owner}({name}={dict(value)}): {error}.") from error
+
+
+def _number(owner: str, name: str, value: Any) -> Any:
+    """Convert a schedule from YAML."""
+    return _made(owner, name, Anneal, value) if isinstance(value, Mapping) else value
 
 
 def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values from YAML to arguments of a constructor."""
     arguments = {}
     for name, value in values.items():
-        if name in _SCHEDULED:
+        if name in ("alpha", "beta", "omega"):
             value = _number(owner, name, value)
         elif name.endswith("_key"):
             value = _key(value)
         elif name.endswith("_keys"):
-            if isinstance(value, str):
-                raise ValueError(f"{owner}({name}={value!r}): must be a list of keys.")
-            value = tuple(_key(key) for key in value)
+            value = value if isinstance(value, str) else tuple(map(_key, value))
         elif name == "capacity" and value is None:
             raise ValueError(f"{owner}: the buffer has no storage with max_size that gives the capacity; set capacity.")
         elif name == "td_error" and value is None:
@@ -152,24 +136,14 @@ def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _maker(sampler: type) -> Callable[..., Any]:
-    def make(**values: Any) -> Any:
-        return sampler(**_arguments(sampler.__name__, values))
-
-    make.__doc__ = f"Make a :class:`~torchrl_replay_ext.{sampler.__name__}` from plain values."
-    return make
+def _make(sampler: type, **values: Any) -> Any:
+    return sampler(**_arguments(sampler.__name__, values))
 
 
-make_proportional = _maker(ProportionalSampler)
-make_rank = _maker(RankBasedSampler)
-make_reaper = _maker(ReaPERSampler)
-make_trajectory_retrace = _maker(TrajectoryRetraceSampler)
-
-
-def _mapping(owner: str, name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{owner}({name}={value!r}): must be a mapping, with an entry for each name.")
-    return value
+make_proportional = partial(_make, ProportionalSampler)
+make_rank = partial(_make, RankBasedSampler)
+make_reaper = partial(_make, ReaPERSampler)
+make_trajectory_retrace = partial(_make, TrajectoryRetraceSampler)
 
 
 def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> EventTables:
@@ -187,29 +161,18 @@ def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> Event
     Raises:
         ValueError: if a value is missing, unknown or out of range. The message names the event.
     """
-    known = {spec_field.name for spec_field in fields(EventSpec)} - {"name"}
     specs = []
-    for name, values in _mapping(owner, "events", events).items():
-        given = set(_mapping(owner, f"events.{name}", values))
-        missing, unknown = {"condition", "history"} - given, given - known
-        if missing or unknown:
-            raise ValueError(
-                f"{owner}(events.{name}): missing {sorted(missing)}, unknown {sorted(unknown)}; an event has the "
-                "entries condition and history, and optionally table and context."
-            )
-        specs.append(EventSpec(name, **{**values, "condition": _condition(owner, name, values["condition"])}))
+    for name, value in _mapping(owner, "events", events).items():
+        place = f"events.{name}"
+        values = {**_mapping(owner, place, value)}
+        condition = values.get("condition")
+        if isinstance(condition, Mapping):
+            threshold = {**condition, "key": _key(condition.get("key"))}
+            values["condition"] = _made(owner, f"{place}.condition", Threshold, threshold)
+        elif condition is not None:
+            values["condition"] = _key(condition)
+        specs.append(_made(owner, place, EventSpec, values, name))
     return EventTables(specs, dict(_mapping(owner, "capacity", capacity)), retention=retention)
-
-
-def _condition(owner: str, name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return _key(value)
-    if set(value) != {"key", "op", "value"}:
-        raise ValueError(
-            f"{owner}(events.{name}.condition={dict(value)}): a threshold must have exactly the entries key, op and "
-            "value."
-        )
-    return Threshold(_key(value["key"]), value["op"], value["value"])
 
 
 def make_event_table_writer(events: Any, capacity: Any, retention: str, **values: Any) -> EventTableWriter:
@@ -244,141 +207,59 @@ def make_event_table_sampler(
 
 # --- the groups
 
-
-@dataclass
-class _PriorityConfig(SamplerConfig):
-    _convert_: str = "all"
-    capacity: Any = _CAPACITY
-    td_error: Any = _TD_ERROR
-    validate: bool = False
+_TYPES = {"bool": bool, "int": int, "float": float}
+_RESOLVED = {"capacity": "${of_buffer:storage.max_size}", "td_error": "${td_error_of_loss:}"}
 
 
-@dataclass
-class ProportionalSamplerConfig(_PriorityConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.ProportionalSampler`."""
+def _config(owner: type, base: type, target: str, **defaults: Any) -> type:
+    """A dataclass with the arguments of a class, except event tables, and their defaults.
 
-    _target_: str = "torchrl_replay_ext.configs.make_proportional"
-    alpha: Any = 0.6
-    beta: Any = 0.4
-    eps: float = 1e-6
-    stratified: bool = False
-    weight_norm: str = "buffer"
-    max_priority_within_buffer: bool = False
-    min_priority: float = 0.0
-
-
-@dataclass
-class RankBasedSamplerConfig(_PriorityConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.RankBasedSampler`."""
-
-    _target_: str = "torchrl_replay_ext.configs.make_rank"
-    alpha: Any = 0.7
-    beta: Any = 0.5
-    stratified: bool = True
-    segments: str = "exact"
-    stale_fraction: float = 0.05
-    weight_norm: str = "buffer"
-
-
-@dataclass
-class ReaPERSamplerConfig(_PriorityConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.ReaPERSampler`."""
-
-    _target_: str = "torchrl_replay_ext.configs.make_reaper"
-    alpha: Any = 0.4
-    omega: Any = 0.2
-    beta: Any = 0.4
-    eps: float = 1e-6
-    num_streams: int = 1
-    truncated: str = "finished"
-    done_key: Any = ("next", "done")
-    terminated_key: Any = ("next", "terminated")
-    traj_key: Any = ("collector", "traj_ids")
-    init_key: Any = "is_init"
-    weight_norm: str = "batch"
-    max_priority_within_buffer: bool = False
-
-
-@dataclass
-class TrajectoryRetraceSamplerConfig(SamplerConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`.
-
-    To choose a sampler for ``anchors``, add ``+sampler@replay_buffer.sampler.anchors=reaper`` to the command line.
+    Args:
+        owner: the class.
+        base: TorchRL's configuration of such a class.
+        target: what Hydra calls with the arguments, a name of this package.
+        **defaults: other defaults, and further arguments.
     """
-
-    _target_: str = "torchrl_replay_ext.configs.make_trajectory_retrace"
-    _convert_: str = "all"
-    capacity: Any = _CAPACITY
-    slice_len: int = MISSING
-    num_streams: int = 1
-    done_key: Any = ("next", "done")
-    traj_key: Any = ("collector", "traj_ids")
-    behaviour_keys: Any = ("logits",)
-    pad: bool = True
-    anchors: Any = "uniform"
-    init_key: Any = "is_init"
-    validate: bool = False
+    _, *parameters = inspect.signature(owner.__init__).parameters.values()
+    parameters = [each for each in parameters if each.kind != each.VAR_KEYWORD and each.name != "tables"]
+    own = {each.name: MISSING if each.default is each.empty else each.default for each in parameters}
+    types = {each.name: _TYPES.get(each.annotation, Any) for each in parameters}
+    values = {"_target_": f"torchrl_replay_ext.{target}", "_convert_": "all", **own}
+    values |= {name: value for name, value in _RESOLVED.items() if name in own} | defaults
+    fields = [(name, types.get(name, Any), field(default=value)) for name, value in values.items()]
+    config = make_dataclass(f"{owner.__name__}Config", fields, bases=(base,))
+    config.__module__ = __name__
+    config.__doc__ = f"Hydra configuration for :class:`~torchrl_replay_ext.{owner.__name__}`."
+    return config
 
 
-@dataclass
-class EventTableSamplerConfig(SamplerConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.EventTableSampler`, with the tables of the writer."""
+# what the sampler reads of the writer
+_TABLES = {name: f"${{of_buffer:writer.{name}}}" for name in ("events", "capacity", "retention")}
 
-    _target_: str = "torchrl_replay_ext.configs.make_event_table_sampler"
-    _convert_: str = "all"
-    events: Any = "${of_buffer:writer.events}"
-    capacity: Any = "${of_buffer:writer.capacity}"
-    retention: Any = "${of_buffer:writer.retention}"
-    eta: Any = None
-    min_size: Any = None
-    allocation: str = "systematic"
-    correction: str | None = None
-    beta: Any = 1.0
-    priority: Any = None
-    td_error: Any = _TD_ERROR
-    pair_keys: Any = ("observation", "action")
-    validate: bool = False
-
-
-@dataclass
-class EventTableWriterConfig(WriterConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.EventTableWriter`, see :func:`make_tables`."""
-
-    _target_: str = "torchrl_replay_ext.configs.make_event_table_writer"
-    _convert_: str = "all"
-    events: Any = None
-    capacity: Any = None
-    retention: str = "ring"
-    stream_key: Any = ("collector", "traj_ids")
-    done_key: Any = ("next", "done")
-    init_key: Any = "is_init"
-
-
-@dataclass
-class CompilableWriterConfig(WriterConfig):
-    """Hydra configuration for the default writer of :class:`~torchrl_replay_ext.CompilableReplayBuffer`."""
-
-    _target_: str = "torchrl_replay_ext.writers.round_robin.CompilableWriter"
-
-
-@dataclass
-class CompilableTensorStorageConfig(StorageConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.CompilableTensorStorage`."""
-
-    _target_: str = "torchrl_replay_ext.CompilableTensorStorage"
-    max_size: int = MISSING
-    device: Any = "cpu"
-    ndim: int = 1
-    consolidated: bool = False
-
-
-@dataclass
-class CompilableReplayBufferConfig(TensorDictReplayBufferConfig):
-    """Hydra configuration for :class:`~torchrl_replay_ext.CompilableReplayBuffer`."""
-
-    _target_: str = "torchrl_replay_ext.CompilableReplayBuffer"
-    compile: bool = False
-
+ProportionalSamplerConfig = _config(ProportionalSampler, SamplerConfig, "configs.make_proportional")
+RankBasedSamplerConfig = _config(RankBasedSampler, SamplerConfig, "configs.make_rank")
+ReaPERSamplerConfig = _config(ReaPERSampler, SamplerConfig, "configs.make_reaper")
+# to choose a sampler for anchors: +sampler@replay_buffer.sampler.anchors=reaper
+TrajectoryRetraceSamplerConfig = _config(TrajectoryRetraceSampler, SamplerConfig, "configs.make_trajectory_retrace")
+EventTableSamplerConfig = _config(
+    EventTableSampler,
+    SamplerConfig,
+    "configs.make_event_table_sampler",
+    **_TABLES,
+    eta=None,
+    td_error=_RESOLVED["td_error"],
+)
+EventTableWriterConfig = _config(
+    EventTableWriter,
+    WriterConfig,
+    "configs.make_event_table_writer",
+    events=None,
+    capacity=None,
+    retention="ring",
+)
+CompilableWriterConfig = _config(CompilableWriter, WriterConfig, "writers.round_robin.CompilableWriter")
+CompilableTensorStorageConfig = _config(CompilableTensorStorage, StorageConfig, "CompilableTensorStorage")
+CompilableReplayBufferConfig = _config(CompilableReplayBuffer, TensorDictReplayBufferConfig, "CompilableReplayBuffer")
 
 _ENTRIES = {
     "sampler": {

@@ -53,7 +53,7 @@ class AdamStep:
         if not isinstance(optimizer, torch.optim.Adam):
             raise ValueError(
                 f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}. Use others outside "
-                "graphs; CompilableReplayBuffer(compile=True) still compiles writes, draws and priority updates."
+                "graphs."
             )
         if len(optimizer.param_groups) != 1:
             raise ValueError(
@@ -132,7 +132,7 @@ class AdamStep:
                 f"AdamStep: the gradients have shapes {shapes}, the parameters {expected}; pass "
                 "torch.autograd.grad(loss, step.parameters)."
             )
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             _step_with(self._optimizer, self.parameters, gradients)
             return
         beta1, beta2 = self._group["betas"]

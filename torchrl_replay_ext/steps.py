@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,45 +15,44 @@ from typing import Any, ParamSpec, TypeVar, cast
 from unittest.mock import patch
 
 import torch
+from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import RecompileError, Unsupported, unimplemented
 from torch._dynamo.variables import TensorVariable
 
 from torchrl_replay_ext.cuda_graphs import RecordedGraph
-from torchrl_replay_ext.graph_inputs import Forms, changed_argument, forms_of
 from torchrl_replay_ext.optim import AdamStep
 
-# Checks of the attributes of objects.
-_OF_OBJECTS = (
-    "CONSTANT_MATCH",
-    "EQUALS_MATCH",
-    "ID_MATCH",
-    "TYPE_MATCH",
-    "TENSOR_MATCH",
-    "SEQUENCE_LENGTH",
-    "DICT_KEYS_MATCH",
-)
-
+# Kinds of torch's checks that a graph still fits: those of values.
 _OF_VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH", "DUPLICATE_INPUT")
 
-_SET_BEFORE = (
-    "Keep what changes in a tensor, and change it in place. If the step does not depend on the old value, set it "
-    "before the first call to what the step leaves there."
+# What to do about errors of the compiler, by parts of their messages.
+_HINTS = {
+    r"Tensor\.backward\(\)|trace_autograd_ops|Optimizer\.|torch[/\\]optim[/\\]": (
+        "a graph cannot contain backward() and the optimizers of torch.optim. Pass torch.autograd.grad(loss, "
+        "step.parameters) to step = torchrl_replay_ext.AdamStep(optimizer), or leave both out of the compiled step."
+    ),
+    r"Dynamo does not know how to enter a `\w*Lock` context": (
+        "a graph cannot take a lock, as TorchRL's replay buffers do. Use CompilableReplayBuffer with "
+        "storage=CompilableTensorStorage(capacity)."
+    ),
+}
+_CHANGED = (
+    "Create what the first call creates before it, as with loss.make_value_estimator(gamma=..., device=...). Keep what "
+    "changes in tensors, change them in place, and let two of them start as two, such as zeros and zeros.clone()."
 )
-
 # What to do about settings of optimizers that schedulers change.
 _REMEDIES = {
-    "lr": " Make the optimizer with a tensor on the device of the parameters, lr=torch.tensor(...): schedulers change "
-    "its value, which the graph reads.",
-    "betas": " Schedulers that cycle the momentum need cycle_momentum=False.",
+    "lr": "Make the optimizer with lr=torch.tensor(...), on the device of the parameters: the graph reads its value.",
+    "betas": "Schedulers that cycle the momentum need cycle_momentum=False.",
+    "eps": "Keep it.",
 }
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-# Parts of the compiler's messages about gradients and optimizers that it cannot trace.
-_MARKS = ("Tensor.backward()", "trace_autograd_ops", "Optimizer.", f"torch{os.sep}optim{os.sep}")
+# What a graph takes as fixed of its arguments and of their entries, by their paths.
+_Forms = dict[tuple[Any, ...], tuple[Any, ...]]
 
 
 def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False) -> Callable[Arguments, Result]:
@@ -126,71 +124,50 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     """
     if not isinstance(step, FunctionType):
         raise TypeError(f"compile_step: step must be a function, not {type(step).__name__}; wrap it in a function.")
-    arguments = step.__code__.co_varnames
-    # the settings of optimizers that the graph keeps
+    names = step.__code__.co_varnames
+    # the settings of optimizers that the graph keeps, and torch's names of values that were None
     settings: dict[AdamStep, dict[str, Any]] = {}
+    missing: list[str] = []
 
     def of_state(guards: Sequence[Any]) -> list[bool]:
-        """Those of tensors, numbers, strings and lengths. Arguments, to which the step may add entries, are not here.
-
-        Objects may be created in the first call, as TorchRL's losses do with lists of keys, but not tensors.
-        """
+        """Those of the step's own values. The first call may create objects, as TorchRL's losses do, but no tensors."""
         settings.update({each.value: each.value.settings for each in guards if isinstance(each.value, AdamStep)})
-        names = [re.findall(r"\bL\['(\w+)'\]", each.orig_guard.name) for each in guards]
-        is_state = [not any(name in arguments for name in each) for each in names]
-        missing.extend(
-            each.orig_guard for each, own in zip(guards, is_state, strict=True) if own and each.value is None
-        )
-        return [
-            own and each.value is not None and each.guard_type in _OF_VALUES
-            for each, own in zip(guards, is_state, strict=True)
-        ]
+        own = [each for each in guards if not {*names} & {*re.findall(r"\bL\['(\w+)'\]", each.orig_guard.name)}]
+        missing.extend(each.orig_guard.name for each in own if each.value is None)
+        return [each in own and each.value is not None and each.guard_type in _OF_VALUES for each in guards]
 
-    # torch's names of values that were None
-    missing: list[Any] = []
     own, compiled = _compile(step, of_state, cudagraphs)
-    first: Forms = {}
+    first: _Forms | None = None
     # the same after the first call, in which the step may have added entries to its TensorDicts
-    after: Forms = {}
+    after: _Forms = {}
     without_checks: Callable[..., Result] | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         nonlocal first, after, without_checks
-        given = forms_of(args, kwargs)
-        if not first:
+        given = _forms_of(args, kwargs)
+        if first is None:
             with _compiling():
                 result = compiled(*args, **kwargs)
-            first, after = given, forms_of(args, kwargs)
+            first, after = given, _forms_of(args, kwargs)
             return result
-        # the step's own entries may be there; all others must be as at the first call
-        if given != first and given != {key: form for key, form in after.items() if key in given} | first:
-            raise changed_argument(step.__name__, first, given)
+        if given != first:
+            _require_forms(step.__name__, first, after, given)
         for optimizer, before in settings.items():
-            _require_settings(step.__name__, before, optimizer.settings)
+            if (now := optimizer.settings) != before:
+                name = next(name for name in now if now[name] != before[name])
+                raise RuntimeError(
+                    f"compile_step: {name} of the optimizer was {before[name]} when {step.__name__} was compiled and "
+                    f"is {now[name]} now, but the graph keeps what it read before. {_REMEDIES[name]}"
+                )
         if without_checks is not None:
             return without_checks(*args, **kwargs)
-        _require_no_tensors(step, missing)
-        with _unchanged(step.__name__):
-            result = compiled(*args, **kwargs)
+        result = _call_unchanged(step, compiled, missing, args, kwargs)
         # the code that torch runs if its checks pass, the last used first
         without_checks = _with_code(own, _debug_get_cache_entry_list(own.__code__)[0].code)
         return result
 
     return call
-
-
-def compile_checked(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """:func:`compile_step` for a step without gradients, which is compiled again if the objects that it uses change.
-
-    torch checks at each call the attributes of objects and the shapes of tensors, but not the code of classes and
-    modules, which does not change.
-    """
-
-    def of_objects(guards: Sequence[Any]) -> list[bool]:
-        return [guard.guard_type in _OF_OBJECTS and not guard.name.startswith(("dict(type(", "G[")) for guard in guards]
-
-    return _compile(cast(FunctionType, step), of_objects)[1]
 
 
 def _with_code(step: FunctionType, code: CodeType) -> FunctionType:
@@ -246,56 +223,71 @@ def _readable(name: str) -> str:
     return re.sub(r"\.(?:_modules|_buffers|_parameters)\['(\w+)'\]", r".\1", name)
 
 
-@contextmanager
-def _unchanged(step: str) -> Iterator[None]:
-    """RuntimeError if the graph does not fit any more."""
+def _forms_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Forms:
+    forms: _Forms = {}
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        _add_forms(forms, (name,), argument)
+    return forms
+
+
+def _add_forms(forms: _Forms, path: tuple[Any, ...], value: Any) -> None:
+    """Add the forms of an argument and of its entries."""
+    if is_non_tensor(value):
+        value = value.data
+    entries: Any = ()
+    if isinstance(value, Tensor):
+        strides = () if value.is_contiguous() else ("with strides", value.stride())
+        forms[path] = ("shape", [*value.shape], "of", value.dtype, "on", value.device, *strides)
+    elif is_tensor_collection(value):
+        forms[path] = ("batch size", [*value.batch_size])
+        # the entries of a lazy stack would be copies
+        is_lazy = isinstance(value, LazyStackedTensorDict)
+        entries = enumerate(value.tensordicts) if is_lazy else value.items()
+    elif isinstance(value, list | tuple | dict):
+        forms[path] = ("length", len(value))
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+    else:
+        # as text: 1 is not 1.0, and NaN is NaN
+        is_constant = isinstance(value, bool | int | float | str | None)
+        forms[path] = ("value", repr(value)) if is_constant else (type(value),)
+    for key, entry in entries:
+        _add_forms(forms, (*path, key), entry)
+
+
+def _require_forms(step: str, first: _Forms, after: _Forms, given: _Forms) -> None:
+    """ValueError if arguments differ from those of the first call, except by entries that the step itself adds."""
+    for path in first | given:
+        old, new = first.get(path), given.get(path)
+        if old != new and (old or new != after.get(path)):
+            before, now = (" ".join(map(str, form or ("nothing",))) for form in (old, new))
+            entry = "".join(f"[{key!r}]" for key in path[1:])
+            raise ValueError(
+                f"compile_step: argument {path[0]}{entry} of {step} has {now}, but the graph was compiled for "
+                f"{before}. Make another compiled step for it, pad a batch, call contiguous() on a slice, or pass a "
+                "number as a tensor."
+            )
+
+
+def _call_unchanged(step: FunctionType, compiled: Any, missing: Sequence[str], args: Any, kwargs: Any) -> Any:
+    """The second call; RuntimeError if the first one has changed what the graph keeps."""
+    scope, found = {"G": step.__globals__, "L": dict(inspect.getclosurevars(step).nonlocals)}, ""
+    for name in missing:
+        with suppress(Exception):  # what no longer exists, or is named by functions of torch
+            if isinstance(eval(name, scope), Tensor):
+                found = f"{_readable(name)} was None and is a tensor now."
     try:
+        if found:
+            raise RecompileError(found)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            yield
+            return compiled(*args, **kwargs)
     except RecompileError as error:
-        found = re.search(r"- \d+/\d+: (.*?)(?:\s+#\s+(.*?))?(?: \(HINT.*)?$", str(error), re.MULTILINE)
-        check, line = (found[1], found[2]) if found else (str(error), None)
-        hint = (
-            "Use loss.make_value_estimator(gamma=..., device=...) before the first call."
-            if "_value_estimator" in check
-            else "Let two states start as two tensors, such as zeros and zeros.clone(). " + _SET_BEFORE
-        )
         raise RuntimeError(
-            f"compile_step: a value that the graph keeps has changed since the first call of {step}. The check "
-            f"that fails: {_readable(check)}{f', for {line}' if line else ''}. {hint}"
+            f"compile_step: the first call of {step.__name__} has changed what the graph keeps. {_CHANGED}\n{error}"
         ) from error
 
 
-def _require_no_tensors(step: FunctionType, missing: Sequence[Any]) -> None:
-    """RuntimeError if a value that was None in the first call is a tensor now."""
-    scope = {"G": step.__globals__, "L": dict(inspect.getclosurevars(step).nonlocals)}
-    for guard in missing:
-        try:
-            value = eval(guard.name, scope)
-        except Exception:  # what no longer exists, or is named by functions of torch
-            continue
-        if isinstance(value, Tensor):
-            raise RuntimeError(
-                f"compile_step: {_readable(guard.name)} was None in the first call of {step.__name__} and is a tensor "
-                f"now, but the graph keeps None. {_SET_BEFORE}"
-            )
-
-
-def _require_settings(step: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """RuntimeError if a number of an optimizer is another one than in the graph, or replaces a tensor."""
-    for name, value in now.items():
-        kept = before[name]
-        if value is kept or (isinstance(value, Tensor) and isinstance(kept, Tensor)):
-            continue
-        if isinstance(value, Tensor) or isinstance(kept, Tensor) or value != kept:
-            raise RuntimeError(
-                f"compile_step: {name} of the optimizer was {kept} when {step} was compiled and is {value} now, but "
-                f"the graph keeps what it read before.{_REMEDIES.get(name, '')}"
-            )
-
-
 def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Reject ``backward()``: replaces the method of the compiler that would trace it together with ``autograd.grad``.
+    """Replaces the method of the compiler that would trace ``backward()`` together with ``autograd.grad``.
 
     A graph without checks would overwrite ``.grad``, while eager code adds to it.
     """
@@ -309,31 +301,22 @@ def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Trace ``torch.autograd.grad``, silence tensordict's warnings, and name the line that the compiler rejected."""
+    """Trace ``torch.autograd.grad``, silence tensordict's warnings, and say what to do about errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
         warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
+        # create=True: a version of torch without this method must not break every step
+        refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
         try:
-            traced = torch._dynamo.config.patch(trace_autograd_ops=True)
-            # create=True: a version of torch without this method must not break every step
-            refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
-            with traced, refused:
+            with torch._dynamo.config.patch(trace_autograd_ops=True), refused:
                 yield
         except Unsupported as error:
             if raised := _raised_error(error):
                 raise raised from error
-            if re.search(r"Dynamo does not know how to enter a `\w*Lock` context", str(error)):
-                raise RuntimeError(
-                    f"compile_step: {_culprit(error)} takes a lock, which cannot be part of a graph. TorchRL's replay "
-                    "buffers do this; use CompilableReplayBuffer with storage=CompilableTensorStorage(capacity)."
-                ) from error
-            if any(mark in str(error) for mark in _MARKS):
-                raise RuntimeError(
-                    f"compile_step: {_culprit(error)} cannot be part of a graph: torch cannot trace backward() and the "
-                    "optimizers of torch.optim. Compute gradients with torch.autograd.grad(loss, step.parameters) and "
-                    "pass them to step = torchrl_replay_ext.AdamStep(optimizer), which updates parameters and "
-                    "optimizer in place; or leave both out of the compiled step."
-                ) from error
+            code = str(error).partition("from user code:\n")[2].split("\n\n")[0]
+            for cause, hint in _HINTS.items():
+                if re.search(cause, str(error)):
+                    raise RuntimeError(f"compile_step: {hint}\n{code}") from error
             raise
 
 
@@ -345,13 +328,3 @@ def _raised_error(error: Unsupported) -> Exception | None:
         if found and isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration:
             return kind(*ast.literal_eval(f"({found[2]},)"))
     return None
-
-
-def _culprit(error: Unsupported) -> str:
-    """The innermost line of the user's code that the compiler has rejected."""
-    inside_torch = os.path.dirname(torch.__file__)
-    frames = [frame for frame in getattr(error, "real_stack", ()) if not frame.filename.startswith(inside_torch)]
-    if not frames:
-        return "backward() or an optimizer"
-    frame = frames[-1]
-    return f"line {frame.lineno} of {os.path.basename(frame.filename)}, `{frame.line}`,"

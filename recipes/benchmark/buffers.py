@@ -8,8 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 
-from recipes.benchmark.results import LeftOutError
-from recipes.benchmark.timing import require_time
+from recipes.benchmark.timing import FILLING, require_time
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -29,13 +28,28 @@ EPISODE_LENGTH, EVENT_INTERVAL = 200, 1000  # steps
 HISTORY, RARE_SHARE = 50, 50  # rows stored per event; the table of the event has 1 / RARE_SHARE of the slots
 SLICE_LENGTH = 8
 FILL_CHUNK = 100_000
-FILLING = 0.5  # share of the time for a measurement, after which no more buffers are filled
 CPU = torch.device("cpu")
 
+# Ways to run a sampler: eager code in TorchRL's buffer; eager code in ours; a compiled graph; this as a CUDA graph.
+EAGER, OURS, COMPILED, GRAPH = "eager", "CompilableReplayBuffer", "compiled", "CUDA graph"
 
-def transitions(count: int, start: int = 0) -> TensorDict:
-    """`count` transitions of one environment from step `start`: episodes of 200 steps, reward 1 every 1,000 steps."""
-    step = torch.arange(start, start + count)
+
+def modes(name: str, device: torch.device) -> tuple[str, ...]:
+    """The ways to run a sampler on the device. TorchRL's samplers run eager in TorchRL's buffer only."""
+    if name.startswith("TorchRL"):
+        return (EAGER,)
+    eager = (OURS,) if name == "uniform" else (EAGER, OURS)  # TorchRL uniform is the other one
+    return (*eager, COMPILED, *((GRAPH,) if device.type == "cuda" else ()))
+
+
+def contender(mode: str, name: str) -> str:
+    """The name in the tables."""
+    return {EAGER: name, OURS: f"{name}, {OURS}"}.get(mode, f"{mode} {name}")
+
+
+def transitions(count: int) -> TensorDict:
+    """`count` transitions of one environment: episodes of 200 steps, reward 1 every 1,000 steps."""
+    step = torch.arange(count)
     done = ((step + 1) % EPISODE_LENGTH == 0).unsqueeze(1)
     return TensorDict(
         {
@@ -54,115 +68,83 @@ def transitions(count: int, start: int = 0) -> TensorDict:
 
 
 class Stream:
-    """Transitions of one environment that follow each other, in any portions.
+    """Transitions of one environment that follow each other, in any portions."""
 
-    Args:
-        device: device of the transitions.
-    """
-
-    def __init__(self, device: torch.device = CPU):
-        self._data = transitions(8 * EVENT_INTERVAL).to(device)
+    def __init__(self):
+        self._data = transitions(8 * EVENT_INTERVAL)
         self._position = 0
 
     def take(self, count: int) -> TensorDict:
         """The next `count` transitions."""
-        steps = (self._position + torch.arange(count, device=self._data.device)) % len(self._data)
+        steps = (self._position + torch.arange(count)) % len(self._data)
         self._position += count
-        return self._data[steps]
+        return self._data[steps]  # pyright: ignore[reportReturnType]: annotated with all that an index may give
 
 
-def td_errors(count: int, device: torch.device | None = None) -> Tensor:
+def td_errors(count: int, device: torch.device = CPU) -> Tensor:
     """Random positive TD errors [count] with mean 1."""
     return torch.randn(count, device=device).square()
 
 
-def torchrl_per(capacity: int, device: torch.device | str) -> PrioritizedSampler:
-    """TorchRL's PER, with its trees on `device`.
-
-    Raises:
-        LeftOutError: if TorchRL's extension cannot be loaded, or was built without CUDA.
-    """
-    try:
-        return PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA, device=device)
-    except (ImportError, RuntimeError) as error:
-        or_else = "" if str(device) == "cpu" else ", or was built without CUDA"
-        raise LeftOutError(f"the extension of TorchRL cannot be loaded with this version of torch{or_else}") from error
-
-
-def torchrl_per_on_device(capacity: int, device: torch.device) -> PrioritizedSampler:
-    """TorchRL's PER with its trees on the GPU.
-
-    Raises:
-        LeftOutError: see torchrl_per; also without a GPU.
-    """
-    if device.type != "cuda":
-        raise LeftOutError(f"TorchRL has trees for CUDA and for the CPU only, and the device is {device}")
-    return torchrl_per(capacity, device)
-
-
-def event_tables(capacity: int, retention: str) -> EventTableSampler:
+def event_tables(capacity: int, retention: Any) -> EventTableSampler:
     """Event tables: one rare event, half of the batch from its table."""
     rare = max(HISTORY, capacity // RARE_SHARE)
     sizes = {"rare": rare} | ({"default": capacity - rare} if retention == "pinned" else {})
     spec = EventSpec("rare", Threshold(("next", "reward"), ">", 0.5), HISTORY)
-    tables = EventTables([spec], sizes, retention=retention)  # pyright: ignore[reportArgumentType]: a literal
-    return EventTableSampler(tables, eta={"default": 0.5, "rare": 0.5})
+    return EventTableSampler(EventTables([spec], sizes, retention=retention), eta={"default": 0.5, "rare": 0.5})
 
 
 # Name -> function of capacity, device and the kind of TD errors ("squared" or "absolute") that makes the sampler.
 SAMPLERS: dict[str, Callable[[int, torch.device, Any], Any]] = {
     "TorchRL uniform": lambda capacity, device, kind: RandomSampler(),
-    "TorchRL PER": lambda capacity, device, kind: torchrl_per(capacity, "cpu"),
-    "TorchRL PER, CUDA trees": lambda capacity, device, kind: torchrl_per_on_device(capacity, device),
+    "TorchRL PER": lambda capacity, device, kind: PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA),
+    "TorchRL PER, CUDA trees": lambda capacity, device, kind: PrioritizedSampler(
+        capacity, alpha=ALPHA, beta=BETA, device=device
+    ),
     "uniform": lambda capacity, device, kind: RandomSampler(),
     "PER": lambda capacity, device, kind: ProportionalSampler(capacity, alpha=ALPHA, beta=BETA, td_error=kind),
-    # does not sort by itself: the sorts are timed separately
-    "rank-based PER": lambda capacity, device, kind: RankBasedSampler(capacity, stale_fraction=1.0, td_error=kind),
     "ReaPER": lambda capacity, device, kind: ReaPERSampler(capacity, td_error=kind),
+    "rank-based PER": lambda capacity, device, kind: RankBasedSampler(capacity, td_error=kind),
     "event tables, ring": lambda capacity, device, kind: event_tables(capacity, "ring"),
     "event tables, pinned": lambda capacity, device, kind: event_tables(capacity, "pinned"),
     "slices": lambda capacity, device, kind: TrajectoryRetraceSampler(
         capacity, slice_len=SLICE_LENGTH, behaviour_keys=()
     ),
 }
-OURS = tuple(name for name in SAMPLERS if not name.startswith("TorchRL"))
 
 
-def make_buffer(
-    name: str,
-    capacity: int,
-    device: torch.device = CPU,
-    *,
-    compilable: bool,
-    td_error: str = "squared",
-    **arguments: Any,
-) -> Any:
-    """An empty buffer with the sampler of this name and its storage on the device.
+def samplers(device: torch.device) -> list[str]:
+    """The names of the samplers that run on the device."""
+    return [name for name in SAMPLERS if device.type == "cuda" or not name.endswith("CUDA trees")]
+
+
+def has_priorities(name: str) -> bool:
+    """Whether a cycle updates priorities: not for uniform draws, and event tables and slices without any."""
+    return "PER" in name
+
+
+def full_buffer(name: str, mode: str, data: TensorDict, td_error: str = "squared", **arguments: Any) -> Any:
+    """A buffer with the sampler of this name, on the device of `data`, full of `data`.
+
+    A tenth of the buffer has been overwritten. The priority of every transition was updated once.
 
     Raises:
-        LeftOutError: see torchrl_per; also if no time is left.
+        TimeoutError: if the time to fill buffers has passed.
     """
     require_time(FILLING)
+    capacity, device = len(data), data["observation"].device
     sampler = SAMPLERS[name](capacity, device, td_error)
     if isinstance(sampler, EventTableSampler):
         arguments["writer"] = EventTableWriter(sampler.tables)
-    if compilable:
+    if mode == EAGER:
+        storage = LazyTensorStorage(capacity, device=device)
+        buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, **arguments)
+    else:
         storage = CompilableTensorStorage(capacity, device=device)
-        return CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(capacity, device=device), sampler=sampler, **arguments)
-
-
-def has_priorities(buffer: TensorDictReplayBuffer) -> bool:
-    """Whether a cycle updates priorities: neither for uniform replay nor for event tables and slices without any."""
-    sampler = buffer.sampler
-    without = isinstance(sampler, (EventTableSampler, TrajectoryRetraceSampler))
-    return isinstance(sampler, PrioritizedSampler) and not without
-
-
-def fill(buffer: TensorDictReplayBuffer, data: TensorDict) -> None:
-    """Fill the buffer with `data`, overwrite a tenth of it, and update the priority of every transition once."""
+        buffer = CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
     for chunk in (*data.split(FILL_CHUNK), *data.split(max(1, len(data) // 10))[:1]):
         buffer.extend(chunk.clone())
-    if has_priorities(buffer):
-        for index in torch.arange(len(data), device=data.device).split(FILL_CHUNK):
-            buffer.update_priority(index, td_errors(len(index), data.device))
+    if has_priorities(name):
+        for index in torch.arange(len(data), device=device).split(FILL_CHUNK):
+            buffer.update_priority(index, td_errors(len(index), device))
+    return buffer

@@ -1,7 +1,8 @@
 """Measures the CPU time to compile one step: write rows, sample a batch, update its priorities.
 
 Each step is compiled in a process of its own with one compile thread, with an empty compiler cache ("cold") and again
-with the cache of the first process ("warm"). The time is that of the first call, including the C++ compiler's.
+with the cache of the first process ("warm"). The time is that of the first compiled call, including the C++ compiler's.
+An eager step goes before it, so Numba's kernels are loaded.
 
 This file is also the program of these processes: python -m recipes.benchmark.compile CONTENDER CAPACITY BATCH_SIZE.
 """
@@ -10,74 +11,63 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from argparse import Namespace
 from tempfile import TemporaryDirectory
 
 import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 from tqdm import tqdm
 
-from recipes.benchmark.buffers import CPU, Stream, make_buffer, td_errors, transitions
-from recipes.benchmark.cycle import WRITTEN, make_step
-from recipes.benchmark.results import LeftOutError, Row
-from recipes.benchmark.timing import COMPILED, require_time
+from recipes.benchmark.buffers import OURS, SAMPLERS, Stream, full_buffer, has_priorities, td_errors, transitions
+from recipes.benchmark.replay import make_cycle
+from recipes.benchmark.results import Row
+from recipes.benchmark.timing import require_time, skipping
+from torchrl_replay_ext import compile_step
 
-MEASUREMENT = "compile"
-NAMES = ("uniform", "PER", "rank-based PER", "ReaPER", "event tables, pinned", "slices")
-CACHES = ("cold", "warm")
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process and of its finished children."""
-    return sum(os.times()[:4])
+WRITTEN = 64  # rows
+NAMES = [name for name in SAMPLERS if not name.startswith("TorchRL")]
+SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def first_call(name: str, capacity: int, batch_size: int) -> float:
-    """CPU time of the first call of a compiled step, in seconds. The buffer holds a few transitions only."""
+    """CPU time of the first call of a compiled step, in seconds."""
     torch.set_num_threads(1)
-    buffer = make_buffer(name, capacity, compilable=True)
-    buffer.extend(transitions(min(capacity, 2000)))
-    step = make_step(buffer, COMPILED, WRITTEN, batch_size)
-    rows, td_error = Stream(CPU).take(WRITTEN), td_errors(batch_size)
+    buffer = full_buffer(name, OURS, transitions(capacity))
+    stream, in_graph = Stream(), getattr(buffer.sampler, "writes_in_graphs", True)
+
+    cycle = make_cycle(buffer, batch_size, updates=has_priorities(name))
+
+    def step(rows: TensorDictBase | None, td_error: Tensor) -> object:
+        if rows is not None:
+            buffer.extend(rows)
+        return cycle(td_error)
+
     with torch.no_grad():
-        start = cpu_seconds()
-        step(rows, td_error)
-        return cpu_seconds() - start
+        step(stream.take(WRITTEN), td_errors(batch_size))
+        rows, td_error, compiled = stream.take(WRITTEN), td_errors(batch_size), compile_step(step)
+        start = sum(os.times()[:4])  # of this process and of its finished children
+        if not in_graph:
+            buffer.extend(rows)
+        compiled(rows if in_graph else None, td_error)
+        return sum(os.times()[:4]) - start
 
 
-def measure_compile(names: Sequence[str], capacity: int, batch_size: int) -> tuple[list[Row], list[str]]:
-    """Measure the compile times.
-
-    Args:
-        names: contenders, from NAMES.
-        capacity: capacity of the buffers.
-        batch_size: batch size of the samples.
-
-    Returns:
-        The rows, and a note for each contender that failed.
-    """
-    rows, notes = [], []
-    for name in tqdm([name for name in NAMES if name in names], desc=MEASUREMENT, leave=False):
-        try:
+def measure_compile(names: list[str], options: Namespace) -> list[Row]:
+    """Measure the compile times at the largest capacity and batch size. `names`: from NAMES."""
+    rows, capacity, size = [], max(options.capacities), max(options.batch_sizes)
+    for name in tqdm(names, desc="compile", leave=False):
+        with skipping(f"{name} (compile)"), TemporaryDirectory() as cache:
             require_time()
-        except LeftOutError as error:
-            notes.append(f"{name} (compile) is skipped: {error}.")
-            continue
-        with TemporaryDirectory() as cache:
-            settings = {
-                "TORCHINDUCTOR_CACHE_DIR": cache,
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, "-m", __name__, name, str(capacity), str(batch_size)]
-            for state in CACHES:
-                child = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+            command = [sys.executable, "-m", "recipes.benchmark.compile", name, str(capacity), str(size)]
+            environment = os.environ | SETTINGS | {"TORCHINDUCTOR_CACHE_DIR": cache}
+            for state in ("cold", "warm"):
+                child = subprocess.run(command, env=environment, capture_output=True, text=True)
                 if child.returncode:
-                    notes.append(f"{name} (compile, {state}) is skipped: {child.stderr.strip().splitlines()[-1]}")
-                    break
+                    raise RuntimeError((child.stderr.strip().splitlines() or ["killed"])[-1])
                 seconds = float(child.stdout.splitlines()[-1])
-                rows.append(Row(MEASUREMENT, state, name, capacity, batch_size, WRITTEN, 1e6 * seconds))
-    return rows, notes
+                rows.append(Row("compile", state, name, "uniform", capacity, size, WRITTEN, 1e6 * seconds))
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,38 +1,25 @@
-"""Times steps that take turns, on the CPU or on a device."""
+"""Times steps that take turns, within a limit of time."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from tensordict.nn import CudaGraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from recipes.benchmark.results import LeftOutError, Row
-from recipes.common.cli import is_out_of_memory
-from torchrl_replay_ext import compile_step
+from recipes.benchmark.results import Row
 
 Item = TypeVar("Item")
 
 CPU_WINDOW, DEVICE_WINDOW = 10, 50  # successive calls of a contender
-WARM_UP = 5  # calls before the measurement, after the first
-UPKEEPS = 5  # at most so many calls of a case's upkeep
+WARM_UP = 5  # calls before the measurement
+FILLING = 0.5  # share of the time for a measurement after which no more buffers are filled
 
-# Ways to run a function. "graph": a compiled graph, replayed as a CUDA graph. "captured": a CUDA graph of eager code.
-EAGER, COMPILED, GRAPH, CAPTURED = "eager", "compiled", "CUDA graph", "captured"
-MODES = (EAGER, COMPILED, GRAPH, CAPTURED)
-
-_begin, _end = 0.0, math.inf  # of the time for the current item of in_shares, by time.monotonic
-
-_ALLOCATES = tuple(
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
+_begin, _end = 0.0, float("inf")  # of the time for the current item of in_shares, by time.monotonic
 
 
 def limit(seconds: float) -> None:
@@ -54,9 +41,18 @@ def in_shares(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def require_time(share: float = 1.0) -> None:
-    """Raise LeftOutError if this share of the time for the current item of in_shares has passed."""
+    """Raise TimeoutError if this share of the time for the current item of in_shares has passed."""
     if time.monotonic() > _begin + share * (_end - _begin):
-        raise LeftOutError("no time is left (--max-seconds)")
+        raise TimeoutError("no time is left (--max-seconds)")
+
+
+@contextmanager
+def skipping(what: str) -> Iterator[None]:
+    """Print an error of the block instead of raising it: the numbers of the other contenders must not be lost."""
+    try:
+        yield
+    except Exception as error:
+        tqdm.write(f"{what} is skipped: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
 @dataclass
@@ -64,155 +60,68 @@ class Case:
     """A step to measure.
 
     Args:
-        row: the row of the table; `measure` sets `microseconds` and `kernels`.
+        row: the row of the table; `measure` sets its `microseconds`.
         step: the step.
-        mode: how the step runs, see MODES. Default: EAGER.
         inputs: makes the arguments of a call; not measured. Default: no arguments.
         units: updates per step; the time is divided by them. Default: 1.
-        upkeep: work that is due after every `upkeep_interval` steps, such as a sort of the ranks. Its share is added to
-            the time of a step. Default: None, no such work.
-        upkeep_interval: see `upkeep`. Default: 1.
+        compiled: whether the first call compiles. Default: False.
         seconds: times per step. Default: [].
-        upkeep_seconds: times of the upkeep. Default: [].
     """
 
     row: Row
     step: Callable[..., object]
-    mode: str = EAGER
     inputs: Callable[[], tuple[Any, ...]] = tuple
     units: int = 1
-    upkeep: Callable[[], object] | None = None
-    upkeep_interval: float = 1
+    compiled: bool = False
     seconds: list[float] = field(default_factory=list)
-    upkeep_seconds: list[float] = field(default_factory=list)
-
-    def microseconds(self) -> float:
-        """The median time per unit, with the upkeep's share."""
-        upkeep = statistics.median(self.upkeep_seconds) / self.upkeep_interval if self.upkeep_seconds else 0.0
-        return 1e6 * (statistics.median(self.seconds) + upkeep) / self.units
 
 
-def contender(mode: str, name: str) -> str:
-    """The contender's name in the tables: the mode, unless it is EAGER, and the name."""
-    return name if mode == EAGER else f"{mode} {name}"
+def timed(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """The duration of a call, in seconds, as the mean of successive calls.
 
-
-def needs_cuda(name: str) -> bool:
-    """Whether a contender can be measured on a CUDA device only."""
-    return name.startswith((GRAPH, CAPTURED)) or name.endswith("CUDA trees")
-
-
-def modes_of(name: str, names: Sequence[str]) -> list[str]:
-    """The modes in which a contender is to be measured: those in `names`."""
-    return [mode for mode in MODES if contender(mode, name) in names]
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def in_mode(mode: str, function: Callable[..., object], arguments: tuple[Any, ...]) -> Callable[..., object]:
-    """A function that runs in this mode.
-
-    Args:
-        mode: one of MODES.
-        function: a new function for each call of in_mode, which compile_step needs.
-        arguments: arguments of all calls, tensors and TensorDicts; used by CAPTURED only.
+    On the CPU it is CPU time. It leaves out the time for which a busy host suspends the process.
     """
-    if mode == EAGER:
-        return function
-    if mode == CAPTURED:
-        module: Any = CudaGraphModule
-        captured = module(lambda: function(*arguments), warmup=3)
-        return lambda *_: captured()
-    return compile_step(function, cudagraphs=mode == GRAPH)
+    if device.type == "cpu":
+        start = time.process_time()
+        for call in calls:
+            call()
+        return (time.process_time() - start) / len(calls)
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / len(calls)
 
 
-class KernelCounter(TorchDispatchMode):
-    """Counts the operations of torch that launch a kernel on a device: all but views and allocations.
+def measure(cases: Sequence[Case], device: torch.device, num_calls: int, label: str) -> list[Row]:
+    """Measure the steps; all cases take turns. Returns the rows, with medians.
 
-    One operation may launch several kernels. Kernels that other libraries launch are not seen.
-    """
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self._type = device.type
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs, result))
-        on_device = any(isinstance(leaf, torch.Tensor) and leaf.device.type == self._type for leaf in leaves)
-        self.count += on_device and not function.is_view and function.overloadpacket not in _ALLOCATES
-        return result
-
-
-def count_kernels(step: Callable[[], object], device: torch.device) -> int:
-    """The number of operations of an eager step that launch a kernel on the device; see KernelCounter."""
-    with KernelCounter(device) as counter:
-        step()
-    return counter.count
-
-
-def measure(cases: Sequence[Case], device: torch.device, calls: int, label: str) -> tuple[list[Row], list[str]]:
-    """Measure the steps; all cases take turns.
-
-    A turn is a window of 10 calls on the CPU, each timed by itself. On a device it is a window of 50 calls, timed as a
+    A turn is a window of 10 calls on the CPU, each timed by itself. On a GPU it is a window of 50 calls, timed as a
     whole, with a synchronization at both ends.
 
     Args:
-        cases: the steps.
+        cases: the steps. Those that fail are skipped.
         device: the device that the steps use.
-        calls: number of measured calls per case, rounded up to whole windows.
+        num_calls: number of measured calls per case, rounded up to whole windows.
         label: what the progress bar says.
-
-    Returns:
-        The rows, with medians, and a note for each case that failed.
     """
-    running, notes = [], []
-    eager_first = sorted(cases, key=lambda case: case.mode != EAGER)
-    for case in tqdm(eager_first, desc=f"compiling, {label}", leave=False):
-        try:
-            if case.mode != EAGER:
+    running: list[Case] = []
+    for case in tqdm(sorted(cases, key=lambda case: case.compiled), desc=f"first calls, {label}", leave=False):
+        with skipping(f"{case.row.contender} ({label})"):
+            if case.compiled:
                 require_time()
-            for _ in range(1 + min(WARM_UP, calls)):
+            for _ in range(1 + min(WARM_UP, num_calls)):
                 case.step(*case.inputs())
-            if case.mode == EAGER and device.type != "cpu":
-                case.row.kernels = round(count_kernels(partial(case.step, *case.inputs()), device) / case.units)
-            synchronize(device)
-        except Exception as error:  # of any library: the numbers of the other cases must not be lost
-            if is_out_of_memory(error):
-                raise
-            reason = str(error).strip().partition("\n")[0]
-            where = f"{label}, batch {case.row.batch_size}, {case.row.written} rows written"
-            notes.append(f"{case.row.contender} ({where}) is skipped: {type(error).__name__}: {reason}")
-        else:
             running.append(case)
     on_cpu = device.type == "cpu"
-    window = min(CPU_WINDOW if on_cpu else DEVICE_WINDOW, calls)
-    windows = -(-calls // window)
-    for number in tqdm(range(windows), desc=label, leave=False):
+    window = min(CPU_WINDOW if on_cpu else DEVICE_WINDOW, num_calls)
+    for number in tqdm(range(-(-num_calls // window)), desc=label, leave=False):
         if number and time.monotonic() > _end:
             break
         for case in running:
-            if case.upkeep is not None and number % -(-windows // UPKEEPS) == 0:
-                case.upkeep_seconds.append(timed(case.upkeep, device))
-            calls_of_window = [partial(case.step, *case.inputs()) for _ in range(window)]
-            if on_cpu:
-                case.seconds += [timed(call, device) for call in calls_of_window]
-            else:
-                case.seconds.append(timed(lambda calls=calls_of_window: [call() for call in calls], device) / window)
+            calls = [partial(case.step, *case.inputs()) for _ in range(window)]
+            case.seconds += [timed([call], device) for call in calls] if on_cpu else [timed(calls, device)]
     for case in running:
-        case.row.microseconds = case.microseconds()
-    return [case.row for case in running], notes
-
-
-def timed(function: Callable[[], object], device: torch.device) -> float:
-    """The duration of a call, in seconds."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
+        case.row.microseconds = 1e6 * statistics.median(case.seconds) / case.units
+    return [case.row for case in running]

@@ -1,205 +1,200 @@
-"""Measures training loops of the recipes, of TorchRL and of stable-baselines3, each as its users run it.
+"""Measures training loops of the recipes, of TorchRL and of stable-baselines3.
 
 DQN runs on CartPole, TD3 and SAC on HalfCheetah, ACER on CartPole. All loops of an algorithm have the same environment,
 network sizes, batch size, capacity and updates per step, and one environment; ACER's recipe has 8. No peer has ACER.
 """
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Semaphore, Thread
+from typing import Any
 from unittest.mock import patch
 
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictSequential
+from torch import Tensor
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, StepCounter, TransformedEnv
+from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 from tqdm import tqdm
 
-from recipes.benchmark.results import LeftOutError, Row
-from recipes.benchmark.timing import in_shares, require_time
-from recipes.benchmark.training_peers import SETTINGS, stable_baselines3_loop, torchrl_loop
-from recipes.benchmark.updates import CONF
+from recipes.benchmark.buffers import CPU
+from recipes.benchmark.results import Row
+from recipes.benchmark.timing import in_shares, require_time, skipping
+from recipes.benchmark.updates import OVERRIDES, SCHEMAS, agent, configuration, parse
 from recipes.common import run
+from recipes.common.update import total
 
-MEASUREMENT = "training"
 CHUNKS = 4
-ACER_SIZES = (50_000, 320)  # capacity and batch size
-
-# Makes at least so many steps of the environment and returns how many.
-TrainingLoop = Callable[[int], int]
-
-OVERRIDES = {
-    "dqn": (
-        "env=cartpole",
-        "dqn.train_interval=10",
-        "dqn.gradient_steps=1",
-        "dqn.target_update_interval=500",
-        "dqn.initial_epsilon=0.1",
-        "dqn.final_epsilon=0.1",
-    ),
-    "td3": ("env=halfcheetah",),
-    "sac": ("env=halfcheetah",),
-    "acer": ("env=cartpole", f"acer.buffer_size={ACER_SIZES[0]}", f"acer.batch_size={ACER_SIZES[1]}"),
-}
-# TD3 and SAC make an update per step, the others fewer
-MORE_STEPS = {"dqn": 10, "td3": 1, "sac": 1, "acer": 10}
+MORE_STEPS = {"dqn": 10, "td3": 1, "sac": 1, "acer": 10}  # TD3 and SAC make an update per step, the others fewer
+ENVS = {"dqn": "CartPole-v1", "td3": "HalfCheetah-v5", "sac": "HalfCheetah-v5"}
 
 
-def recipe_loop(algorithm: str, directory: Path, *, sampler: str, compiled: bool) -> TrainingLoop:
-    """The loop of a recipe, without evaluations, logs and checkpoints."""
-    overrides = [
-        *OVERRIDES[algorithm],
-        f"sampler={sampler}",
-        f"compile={compiled}",
-        "device=cpu",
-        "logger=none",
-        f"{algorithm}.total_steps=1000000",
-        f"{algorithm}.learning_starts=0",
-        f"{algorithm}.num_evaluations=1",
-        f"{algorithm}.evaluation_episodes=1",
-        "checkpoint_interval=1000000",
-    ]
-    if (settings := SETTINGS.get(algorithm)) is not None:
-        overrides += [
-            f"{algorithm}.buffer_size={settings.capacity}",
-            f"{algorithm}.batch_size={settings.batch_size}",
-            f"{algorithm}.hidden_sizes={list(settings.hidden_sizes)}",
-        ]
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = compose(algorithm, overrides=overrides)
-    run_dir = directory / f"{algorithm}-{sampler}-{compiled}"
-    run_dir.mkdir()
-    return PausedTraining(algorithm, config, run_dir)
+class EndedError(Exception):
+    """Leaves the training loop of a recipe."""
 
 
-class PausedTraining:
-    """The training of a recipe, in a thread that waits after each chunk of steps.
+class Clock:
+    """Takes the CPU time at the end of each chunk of steps. The first chunk is a warm-up.
 
     Args:
-        algorithm: the recipe.
-        config: its configuration.
-        run_dir: directory of the run.
+        chunk: environment steps per chunk.
     """
 
-    def __init__(self, algorithm: str, config: DictConfig, run_dir: Path):
-        module = import_module(f"recipes.{algorithm}")
-        self._steps = self._until = 0
-        self._closed = False
-        self._turn, self._waiting = Semaphore(0), Semaphore(0)
-        self._error: BaseException | None = None
-        pause = self.pause
+    def __init__(self, chunk: int):
+        self.chunk = chunk
+        self._marks: list[tuple[int, float]] = []
 
-        class PausedRun(run.Run):
-            def continues(self) -> bool:
-                pause(self.env_steps)
-                return True
+    def __call__(self, steps: int) -> bool:
+        """Whether the loop goes on after so many steps."""
+        if steps >= self.chunk * (len(self._marks) + 1):
+            self._marks.append((steps, time.process_time()))
+        return len(self._marks) <= CHUNKS
 
-        # no progress bar, and no signal handlers, which only the main thread can set
-        with (
-            patch.object(module, "Run", PausedRun),
-            patch.object(run, "tqdm", partial(tqdm, disable=True)),
-            patch.object(run, "interruption", lambda: nullcontext(lambda: False)),
-        ):
-            self._thread = Thread(target=self._train, args=(module.train, config, run_dir), daemon=True)
-            self._thread.start()
-            self._wait()
-
-    def __call__(self, num_env_steps: int) -> int:
-        """Make at least so many env steps and return how many."""
-        before = self._steps
-        self._until = before + num_env_steps
-        self._turn.release()
-        self._wait()
-        return self._steps - before
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed = True
-        self._turn.release()
-        self._thread.join()
-
-    def _wait(self) -> None:
-        self._waiting.acquire()
-        if self._error is not None:
-            raise self._error
-
-    def _train(self, train: Callable[[DictConfig, Path], int], config: DictConfig, run_dir: Path) -> None:
-        try:
-            train(config, run_dir)
-        except BaseException as error:
-            self._error = error
-            self._waiting.release()
-
-    def pause(self, steps: int) -> None:
-        """Called before each round: waits for the next chunk."""
-        self._steps = steps
-        if steps >= self._until:
-            self._waiting.release()
-            self._turn.acquire()
-        if self._closed:
-            raise RuntimeError("closed")  # leaves the training loop
+    def microseconds(self) -> float:
+        """The median time per step."""
+        pairs = itertools.pairwise(self._marks)
+        return 1e6 * statistics.median((stop - start) / (after - before) for (before, start), (after, stop) in pairs)
 
 
-# Name -> function of the algorithm, the number of steps per chunk and a directory that builds the loop.
-LOOPS: dict[str, Callable[[str, int, Path], TrainingLoop]] = {
-    "TorchRL": lambda algorithm, chunk, directory: torchrl_loop(algorithm, chunk),
-    "stable-baselines3": lambda algorithm, chunk, directory: stable_baselines3_loop(algorithm),
-    "recipe, uniform": lambda algorithm, chunk, directory: recipe_loop(
-        algorithm, directory, sampler="uniform", compiled=False
-    ),
-    "compiled recipe, PER": lambda algorithm, chunk, directory: recipe_loop(
-        algorithm, directory, sampler="per", compiled=True
-    ),
+def recipe_loop(algorithm: str, clock: Clock, sampler: str, *, compiled: bool) -> None:
+    """The loop of a recipe, without evaluations, logs and checkpoints."""
+    quiet = ("total_steps=1000000", "learning_starts=0", "num_evaluations=1", "evaluation_episodes=1")
+    words = [f"sampler={sampler}", f"compile={compiled}", "device=cpu", "logger=none", "checkpoint_interval=1000000"]
+    config = configuration(algorithm, *words, *(f"{algorithm}.{word}" for word in quiet))
+    recipe = import_module(f"recipes.{algorithm}")
+
+    class ClockedRun(run.Run):
+        def continues(self) -> bool:
+            if not clock(self.env_steps):
+                raise EndedError  # no evaluation and no checkpoint at the end
+            return True
+
+    with (
+        TemporaryDirectory() as directory,
+        patch.object(recipe, "Run", ClockedRun),
+        patch.object(run, "tqdm", partial(tqdm, disable=True)),
+        patch.object(run, "interruption", lambda: nullcontext(lambda: False)),  # Ctrl-C is for the benchmark
+        suppress(EndedError),
+    ):
+        recipe.train(config, Path(directory))
+
+
+def torchrl_loop(algorithm: str, clock: Clock) -> None:
+    """TorchRL's collector, uniform buffer, loss and optimizers, as in its scripts: collect many steps, then learn."""
+    settings, policy, loss_module, target = agent(algorithm, CPU)
+    env = TransformedEnv(GymEnv(ENVS[algorithm], categorical_action_encoding=True))
+    for transform in (StepCounter(), DoubleToFloat(), RewardSum()):
+        env.append_transform(transform)
+    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(settings.buffer_size), batch_size=settings.batch_size)
+    modules: list[Any] = [policy]
+    if algorithm == "dqn":
+        modules.append(EGreedyModule(env.action_spec, eps_init=0.1, eps_end=0.1))
+    elif algorithm == "td3":
+        modules.append(AdditiveGaussianModule(env.action_spec, sigma_init=0.1, sigma_end=0.1))
+
+    def adam(parameters: Any) -> Callable[[Tensor], None]:
+        rate = settings.learning_rate if algorithm == "dqn" else settings.actor_learning_rate
+        optimizer = torch.optim.Adam(list(parameters), lr=rate)
+
+        def step(loss: Tensor) -> None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    if algorithm == "td3":
+        actor_step = adam(loss_module.actor_network_params.values(True, True))
+        critic_step = adam(loss_module.qvalue_network_params.values(True, True))
+    else:
+        actor_step = critic_step = adam(loss_module.parameters())
+
+    def update(batch: TensorDictBase, number: int) -> None:
+        if algorithm == "td3":
+            critic_step(loss_module.value_loss(batch)[0])
+            if number % settings.policy_delay == 0:
+                actor_step(loss_module.actor_loss(batch)[0])
+                target.step()
+        else:
+            losses = loss_module(batch)
+            critic_step(total(losses))
+            if algorithm == "sac" or number * settings.train_interval % settings.target_update_interval == 0:
+                target.step()
+
+    updates = steps = 0
+    collector = Collector(
+        env, TensorDictSequential(*modules), frames_per_batch=clock.chunk, total_frames=-1, device="cpu"
+    )
+    for data in collector:
+        replay.extend(data.reshape(-1))
+        for _ in range(data.numel() * settings.gradient_steps // settings.train_interval):
+            updates += 1
+            update(replay.sample(), updates)
+        collector.update_policy_weights_()
+        steps += data.numel()
+        if not clock(steps):
+            break
+    collector.shutdown()
+
+
+def stable_baselines3_loop(algorithm: str, clock: Clock) -> None:
+    """The algorithm of stable-baselines3, which has uniform replay only."""
+    library, settings = import_module("stable_baselines3"), parse(algorithm)
+    if algorithm == "dqn":
+        options = {"target_update_interval": settings.target_update_interval, "learning_rate": settings.learning_rate}
+        options |= {"exploration_initial_eps": 0.1, "exploration_final_eps": 0.1}
+    else:
+        options = {"tau": settings.tau, "learning_rate": settings.actor_learning_rate}
+    model = getattr(library, algorithm.upper())(
+        "MlpPolicy",
+        ENVS[algorithm],
+        buffer_size=settings.buffer_size,
+        learning_starts=0,
+        batch_size=settings.batch_size,
+        train_freq=settings.train_interval,
+        gradient_steps=settings.gradient_steps,
+        policy_kwargs={"net_arch": list(settings.hidden_sizes)},
+        device="cpu",
+        **options,
+    )
+    model.learn(10**9, callback=lambda *_: clock(model.num_timesteps), log_interval=None)
+
+
+# Name -> function of the algorithm and the clock that runs the loop until the clock ends it.
+LOOPS: dict[str, Callable[[str, Clock], None]] = {
+    "TorchRL": torchrl_loop,
+    "stable-baselines3": stable_baselines3_loop,
+    "recipe, uniform": partial(recipe_loop, sampler="uniform", compiled=False),
+    "compiled recipe, PER": partial(recipe_loop, sampler="per", compiled=True),
 }
-NAMES = tuple(LOOPS)
 
 
-def measure_training(names: Sequence[str], env_steps: int) -> tuple[list[Row], list[str]]:
-    """Measure the CPU time of chunks of steps; the loops of an algorithm take turns.
+def measure_training(names: list[str], options: Namespace) -> list[Row]:
+    """Measure the CPU time of the loops, one after another. `names`: from LOOPS.
 
-    The first chunk of every loop is a warm-up and is not counted.
-
-    Args:
-        names: loops to measure, from NAMES.
-        env_steps: number of measured env steps per loop of TD3 and SAC; DQN and ACER make ten times as many.
-
-    Returns:
-        The rows, and a note for each skipped loop.
+    TD3 and SAC make 2 * calls steps after the warm-up, DQN and ACER ten times as many.
     """
     rows: list[Row] = []
-    notes: dict[str, None] = {}
     for algorithm in in_shares(OVERRIDES):
-        chunk = MORE_STEPS[algorithm] * env_steps // CHUNKS
-        seconds: dict[str, list[float]] = {}
-        with ExitStack() as stack:
-            directory = Path(stack.enter_context(TemporaryDirectory()))
-            loops: dict[str, TrainingLoop] = {}
-            for name in (name for name in NAMES if name in names):
-                if algorithm not in SETTINGS and "recipe" not in name:
-                    continue
-                try:
-                    require_time()
-                    loops[name] = loop = LOOPS[name](algorithm, chunk, directory)
-                except LeftOutError as error:
-                    notes[f"{name} is skipped: {error}."] = None
-                    continue
-                if isinstance(loop, PausedTraining):
-                    stack.callback(loop.close)
-            for number in tqdm(range(-1, CHUNKS), desc=f"{MEASUREMENT}, {algorithm}", leave=False):
-                for name, loop in loops.items():
-                    start = time.process_time()
-                    steps = loop(chunk)
-                    stop = time.process_time()
-                    if number >= 0:
-                        seconds.setdefault(name, []).append((stop - start) / steps)
-        settings = SETTINGS.get(algorithm)
-        sizes = (settings.capacity, settings.batch_size) if settings is not None else ACER_SIZES
-        rows += [
-            Row(MEASUREMENT, algorithm, name, *sizes, microseconds=1e6 * statistics.median(values))
-            for name, values in seconds.items()
-        ]
-    return rows, list(notes)
+        settings = configuration(algorithm)[algorithm]
+        for name in tqdm(names, desc=f"training, {algorithm}", leave=False):
+            if algorithm not in SCHEMAS and "recipe" not in name:
+                continue  # no peer has ACER
+            with skipping(f"{name} (training, {algorithm})"):
+                require_time()
+                clock = Clock(max(1, MORE_STEPS[algorithm] * 2 * options.calls // CHUNKS))
+                LOOPS[name](algorithm, clock)
+                row = Row("training", algorithm.upper(), name, "TorchRL", settings.buffer_size, settings.batch_size)
+                row.microseconds = clock.microseconds()
+                rows.append(row)
+    return rows

@@ -1,15 +1,31 @@
-"""Configurations of the Atari games (env=atari/<game>)."""
+"""Configurations of the Atari games (env=atari/<game>).
 
+recipes/conf/atari_games.csv has reference scores, mean returns of uniformly random actions and of a professional human
+tester. Games start with 1 to 30 no-ops and end after 108,000 frames. Sources: Mnih et al. 2015 (Human-level control
+through deep reinforcement learning, extended data table 2) for 49 games, Wang et al. 2016 (Dueling network
+architectures, table 2) for all 57 games. The numbers are those of DeepMind's DQN Zoo (dqn_zoo/atari_data.py). The
+human-normalized score is (score - random) / (human - random). The papers give no scores for the other games of ale-py.
+"""
+
+import csv
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from recipes.common.atari_scores import OTHER_GAMES, SCORES
+from recipes.common.checked import Checked
+from recipes.common.files import CONF
+
+# game in lower case with underscores -> score of random actions, score of humans; None: unknown
+with (CONF / "atari_games.csv").open(newline="") as file:
+    GAMES = {
+        row["game"]: (float(row["random"]), float(row["human"])) if row["random"] else (None, None)
+        for row in csv.DictReader(file)
+    }
 
 
 @dataclass
-class AtariConfig:
+class AtariConfig(Checked):
     """Preprocessing of Atari games (Mnih et al. 2015; stable-baselines3's AtariWrapper, which the ReaPER paper uses).
 
     Args:
@@ -26,6 +42,8 @@ class AtariConfig:
         full_action_space: use all 18 actions instead of the actions that the game uses. Default: False.
     """
 
+    prefix = "env.atari."
+
     num_frames: int = 4
     frame_skip: int = 4
     screen_size: int = 84
@@ -38,17 +56,14 @@ class AtariConfig:
     full_action_space: bool = False
 
     def __post_init__(self) -> None:
-        for key, least in (("num_frames", 1), ("frame_skip", 1), ("screen_size", 1), ("noop_max", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"env.atari.{key}={getattr(self, key)}: must be >= {least}")
-        if not 0 <= self.repeat_action_probability <= 1:
-            value = self.repeat_action_probability
-            raise ValueError(f"env.atari.repeat_action_probability={value}: must be in [0, 1]")
+        self.check("num_frames frame_skip screen_size", lambda value: value >= 1, "must be >= 1")
+        self.check("noop_max", lambda value: value >= 0, "must be >= 0")
+        self.check("repeat_action_probability", lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
 def preset(game: str) -> dict[str, Any]:
     """The configuration of env=atari/<game>."""
-    random, human = SCORES.get(game, (None, None))
+    random, human = GAMES[game]
     return {
         "name": game,
         "id": f"ALE/{game.title().replace('_', '')}-v5",
@@ -59,5 +74,5 @@ def preset(game: str) -> dict[str, Any]:
     }
 
 
-for _game in (*SCORES, *OTHER_GAMES):
+for _game in GAMES:
     ConfigStore.instance().store(group="env/atari", name=_game, node=preset(_game), package="env")

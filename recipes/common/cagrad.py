@@ -20,7 +20,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 _RIDGE = 1e-12
-MOST_GRADIENTS = 12
 
 
 def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,16 @@
 """Configuration shared by all recipes. recipes.common.schemas adds the hyperparameters of each recipe."""
 
-import importlib.util
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 
 from recipes.common.atari_presets import AtariConfig
+from recipes.common.checked import Checked
+from recipes.common.files import CONF
 
 # LAP (sampler=lap) needs the Huber loss.
 OmegaConf.register_new_resolver("loss_for", lambda sampler: "smooth_l1" if sampler == "lap" else "l2", replace=True)
@@ -20,22 +19,18 @@ OmegaConf.register_new_resolver("product", lambda *factors: math.prod(factors), 
 OmegaConf.register_new_resolver("family", lambda env: env.split("/")[0], replace=True)
 
 
+# Training recipes -> configuration group with their settings per environment; the most common recipes first.
+RECIPES = {"dqn": "dqn", "sac": "sac", "td3": "td3", "acer": "acer", "r2d2": "r2d2", "distributed": "dqn"}
+
 # Values of sampler.name. PLAIN: samplers without event tables, built by recipes.common.replay.make_sampler.
-PLAIN = ("uniform", "per", "rank", "reaper", "recency", "lap")
+PLAIN = ("uniform", "per", "rank", "reaper", "recency")
 # EVENT_TABLES: samplers with event tables. DECOUPLED: samplers that draw a separate batch for the actor.
 EVENT_TABLES = ("sset", "sset_per")
 DECOUPLED = ("dper", "dper_uniform")
 
-# TorchRL's loggers and the package that each one needs; None: no extra package.
-BACKENDS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "csv": None,
-}
+# TorchRL's loggers
+BACKENDS = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
 
-CONF = Path(__file__).parents[1] / "conf"
 MOST_THREADS = 1024
 
 # How losses average their weighted rows, see recipes.common.update.weight_factor.
@@ -55,7 +50,7 @@ def ends(key: str, value: Any) -> tuple[float, float]:
 
 
 @dataclass
-class EventConfig:
+class EventConfig(Checked):
     """An event of an environment and its table. By default, `info[<event name>]` of the environment signals it.
 
     Args:
@@ -66,21 +61,18 @@ class EventConfig:
         function: land_between_flags or land_near_middle, the condition of the event. Default: None, use `info`.
     """
 
+    prefix = "env.events.<name>."
+
     history: int = MISSING
     eta: Any = MISSING
     above: float | None = None
     function: str | None = None
 
-    def check(self, where: str) -> None:
-        """Raise ValueError if a value is invalid. `where`: configuration key of the event, for the message."""
-        if self.history < 1:
-            raise ValueError(f"{where}.history={self.history}: must be >= 1")
-        if not all(0 <= value <= 1 for value in ends(f"{where}.eta", self.eta)):
-            raise ValueError(f"{where}.eta={self.eta}: must be in [0, 1]")
-        if self.function is not None and self.function not in EVENT_FUNCTIONS:
-            raise ValueError(f"{where}.function={self.function}: choose {', '.join(EVENT_FUNCTIONS)}")
-        if self.function is not None and self.above is not None:
-            raise ValueError(f"{where}: above and function are both set; set one of them to null")
+    def __post_init__(self) -> None:
+        self.check("history", lambda value: value >= 1, "must be >= 1")
+        self.check("eta", lambda value: all(0 <= end <= 1 for end in ends("eta", value)), "must be in [0, 1]")
+        self.choose("function", (None, *EVENT_FUNCTIONS))
+        self.check("function", lambda value: None in (value, self.above), "needs above=null")
 
     @property
     def largest_eta(self) -> float:
@@ -94,7 +86,7 @@ class EventConfig:
 
 
 @dataclass
-class EnvConfig:
+class EnvConfig(Checked):
     """A Gymnasium environment.
 
     Args:
@@ -118,6 +110,8 @@ class EnvConfig:
             there are none. Default: {}.
     """
 
+    prefix = "env."
+
     name: str = MISSING
     id: str = MISSING
     reward_threshold: float | None = MISSING
@@ -132,25 +126,19 @@ class EnvConfig:
     return_by: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        columns = [f"env.evaluations.{name}" for name in self.evaluations]
-        columns += [f"env.return_by.{entry}.{value}" for entry, values in self.return_by.items() for value in values]
-        names = [column.rpartition(".")[2] for column in columns]
-        for name, column in zip(names, columns, strict=True):
-            if not name.isidentifier() or name == "mean":
-                raise ValueError(f"{column}: the name must be an identifier other than mean")
-            if names.count(name) > 1:
-                raise ValueError(f"{column}: the column return_{name} would exist twice; choose another name")
-        if self.truncation not in ("bootstrap", "terminal"):
-            raise ValueError(f"env.truncation={self.truncation}: choose bootstrap, terminal")
-        if (self.random_score is None) != (self.human_score is None) or (
-            self.random_score is not None and self.random_score == self.human_score
-        ):
+        names = [*self.evaluations, *(value for values in self.return_by.values() for value in values)]
+        for name in names:
+            if not name.isidentifier() or name == "mean" or names.count(name) > 1:
+                raise ValueError(
+                    f"env.evaluations, env.return_by: {name} must be an identifier other than mean, and occur once: it "
+                    f"names the column return_{name}"
+                )
+        self.choose("truncation", ("bootstrap", "terminal"))
+        scores = self.random_score, self.human_score
+        if scores != (None, None) and (None in scores or scores[0] == scores[1]):
             raise ValueError(
-                f"env.random_score={self.random_score}, env.human_score={self.human_score}: must be two different "
-                "numbers, or both null"
+                f"env.random_score={scores[0]}, env.human_score={scores[1]}: must be two different numbers or both null"
             )
-        for name, event in self.events.items():
-            event.check(f"env.events.{name}")
         share = sum(event.largest_eta for event in self.events.values())
         if share > 1 + 1e-9:
             raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
@@ -168,7 +156,7 @@ class EnvConfig:
 
 
 @dataclass
-class LoggerConfig:
+class LoggerConfig(Checked):
     """Logging of a run, see recipes.common.progress.Progress.
 
     Args:
@@ -176,30 +164,22 @@ class LoggerConfig:
         backend: a TorchRL logger, one of BACKENDS; None: no logger.
     """
 
+    prefix = "logger."
+
     csv: bool = MISSING
     backend: str | None = MISSING
 
     def __post_init__(self) -> None:
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"logger.backend={self.backend}: choose null or {', '.join(BACKENDS)}")
-
-    def require_package(self) -> None:
-        """Raise ValueError if the package of the backend is not installed."""
-        package = BACKENDS.get(self.backend) if self.backend is not None else None
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"logger={self.backend}: {package} is not installed; install the package or use logger=csv"
-            )
+        self.choose("backend", (None, *BACKENDS))
 
 
 @dataclass
-class LearningConfig(ABC):
+class LearningConfig(Checked, ABC):
     """Hyperparameters of every recipe; the comments of recipes/conf/<recipe>/*.yaml explain them.
 
     One step is one step of one environment.
     """
 
-    group: ClassVar[str]  # configuration group of the hyperparameters, such as "dqn"
     n_step = 1  # not a field: most recipes let the user choose it, see FixedRoundsConfig
 
     total_steps: int = MISSING
@@ -221,19 +201,12 @@ class LearningConfig(ABC):
         self.check(
             "batch_size train_interval",
             lambda value: value <= self.buffer_size,
-            f"must be <= {self.group}.buffer_size={self.buffer_size}",
+            f"must be <= {self.prefix}buffer_size={self.buffer_size}",
         )
         self.check("gamma", lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        self.check(
-            "learning_starts", lambda value: 0 <= value < self.total_steps, f"must be in [0, {self.group}.total_steps)"
-        )
+        total = f"{self.prefix}total_steps"
+        self.check("learning_starts", lambda value: 0 <= value < self.total_steps, f"must be in [0, {total})")
         self.check("hidden_sizes", lambda sizes: all(size > 0 for size in sizes), "must be > 0")
-
-    def check(self, keys: str, valid: Callable[[Any], bool], requirement: str) -> None:
-        """Raise ValueError if the value of a key is invalid; `keys` are separated by spaces."""
-        for key in keys.split():
-            if not valid(getattr(self, key)):
-                raise ValueError(f"{self.group}.{key}={getattr(self, key)}: {requirement}")
 
     def num_rounds(self) -> int:
         """Number of rounds of updates in a whole run."""
@@ -265,8 +238,10 @@ class FixedRoundsConfig(LearningConfig):
 
 
 @dataclass
-class RunConfig(ABC):
+class RunConfig(Checked, ABC):
     """The options of conf/run.yaml, which all recipes share; the comments there explain them."""
+
+    samplers: ClassVar[tuple[str, ...]] = (*PLAIN, *EVENT_TABLES)  # the values of sampler.name
 
     env: EnvConfig = MISSING
     sampler: dict[str, Any] = MISSING
@@ -291,48 +266,54 @@ class RunConfig(ABC):
         learning = self.learning
         if self.checkpoint_interval is None:
             self.checkpoint_interval = max(10_000, learning.total_steps // 50)
-        for key in ("num_threads", "num_envs", "checkpoint_interval"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)}: must be >= 1")
-        require_divisor("num_envs", self.num_envs, learning, "train_interval")
-        n_step = learning.n_step
-        if n_step > 1 and n_step * self.num_envs >= learning.total_steps:
-            raise ValueError(
-                f"{learning.group}.n_step={n_step}: num_envs · n_step must be < {learning.group}.total_steps="
-                f"{learning.total_steps}"
-            )
-        # of sampler=dper, the sampler of the critic, with the settings in its file
-        critic = self.sampler.get("critic")
-        name = (critic if isinstance(critic, dict) else self.sampler).get("name")
-        if isinstance(critic, dict) and name in (*PLAIN, *EVENT_TABLES):
+        self.check("num_threads num_envs checkpoint_interval", lambda value: value >= 1, "must be >= 1")
+        self.check("num_threads", lambda value: value <= MOST_THREADS, f"must be <= {MOST_THREADS}")
+        self.check("seed", lambda value: 0 <= value < 2**31, "must be in [0, 2^31)")
+        devices = "choose auto, cpu, cuda, cuda:1 ..., mps or xpu"
+        self.check("device", lambda value: re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", value) is not None, devices)
+        self.check("cudagraphs", lambda value: self.compile or not value, "needs compile=true")
+        self.check_divides("num_envs", "train_interval")
+        self._check_sampler()
+        learning.check(
+            "n_step",
+            lambda value: value == 1 or value * self.num_envs < learning.total_steps,
+            f"num_envs · n_step must be < {learning.prefix}total_steps={learning.total_steps}",
+        )
+
+    def _check_sampler(self) -> None:
+        """Check the name of the sampler, or that of the critic's sampler (sampler=dper), and what it needs."""
+        learning, name = self.learning, self.sampler.get("name")
+        if name not in self.samplers:
+            raise ValueError(f"sampler={name}: choose {', '.join(self.samplers)}")
+        if name in DECOUPLED:
+            critic = self.sampler.get("critic")
+            names = [each for each in self.samplers if each not in DECOUPLED]
+            name = critic.get("name") if isinstance(critic, dict) else None
+            if name not in names:
+                where = f"sampler.critic={critic}: must be a group, as in {{name: per}}; its name"
+                raise ValueError(f"{where}={name}: choose {', '.join(names)}")
             preset = OmegaConf.load(CONF / "sampler" / f"{name}.yaml")
             self.sampler["critic"] = OmegaConf.to_object(OmegaConf.merge(preset, critic))
-        if n_step > 1:
-            others = [name for name, event in self.env.events.items() if not event.is_flag]
-            if others and name in EVENT_TABLES:
-                raise ValueError(
-                    f"{learning.group}.n_step={n_step}: {', '.join(others)} of env.events depends on the reward or "
-                    "observation of one step; use events that the environment signals, or n_step=1"
-                )
-        if self.cudagraphs and not self.compile:
-            raise ValueError("cudagraphs=true: needs compile=true")
-        if self.num_threads > MOST_THREADS:
-            raise ValueError(f"num_threads={self.num_threads}: must be <= {MOST_THREADS}")
-        if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", self.device):
-            raise ValueError(f"device={self.device}: choose auto, cpu, cuda, cuda:1 ..., mps or xpu")
-        samplers = (*PLAIN, *EVENT_TABLES, *DECOUPLED)
-        if self.sampler.get("name") not in samplers:
-            raise ValueError(f"sampler.name={self.sampler.get('name')}: choose {', '.join(samplers)}")
-        loss_function = getattr(learning, "loss_function", None)
-        if name == "lap" and loss_function != "smooth_l1":
-            way = (
-                "this recipe does not have it; use recipes.td3 or recipes.dqn"
-                if loss_function is None
-                else f"set {learning.group}.loss_function=smooth_l1"
+        if name == "lap" and getattr(learning, "loss_function", None) != "smooth_l1":
+            raise ValueError(f"sampler=lap: needs the Huber loss, {learning.prefix}loss_function=smooth_l1")
+        if name not in EVENT_TABLES:
+            return
+        if not self.env.events:
+            raise ValueError(
+                f"sampler={name}: env={self.env.name} has no events; define some, as in conf/env/threerooms.yaml"
             )
-            raise ValueError(f"sampler=lap: needs the Huber loss; {way}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed={self.seed}: must be in [0, 2^31)")
+        others = [event for event in self.env.events if event not in self.env.flags]
+        learning.check(
+            "n_step",
+            lambda value: value == 1 or not others,
+            f"{', '.join(others)} of env.events depends on the reward or observation of one step; use events that the "
+            "environment signals, or n_step=1",
+        )
+
+    def check_divides(self, key: str, multiple: str) -> None:
+        """Raise ValueError unless the value of `key` divides the hyperparameter `multiple`."""
+        value = getattr(self.learning, multiple)
+        self.check(key, lambda divisor: value % divisor == 0, f"must divide {self.learning.prefix}{multiple}={value}")
 
 
 @dataclass
@@ -349,15 +330,6 @@ class FixedRoundsRunConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.updates_per_graph < 1:
-            raise ValueError(f"updates_per_graph={self.updates_per_graph}: must be >= 1")
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"weights={self.weights}: choose {', '.join(WEIGHTS)}")
-        require_divisor("updates_per_graph", self.updates_per_graph, self.learning, "gradient_steps")
-
-
-def require_divisor(key: str, divisor: int, learning: LearningConfig, multiple: str) -> None:
-    """Raise ValueError unless the value of `key`, `divisor`, divides the hyperparameter `multiple`."""
-    value = getattr(learning, multiple)
-    if value % divisor:
-        raise ValueError(f"{key}={divisor}: must divide {learning.group}.{multiple}={value}")
+        self.check("updates_per_graph", lambda value: value >= 1, "must be >= 1")
+        self.choose("weights", WEIGHTS)
+        self.check_divides("updates_per_graph", "gradient_steps")

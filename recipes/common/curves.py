@@ -16,14 +16,13 @@ from recipes.common.cli import CONFIG
 from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
 from recipes.common.errors import ConfigError
 from recipes.common.figures import (
-    PANEL_HEIGHT,
     Look,
     count_steps,
     env_label,
     explain,
     label,
     looks,
-    new_figure,
+    panel_grid,
     sample_line,
     save,
     styled,
@@ -201,24 +200,16 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
     for run in runs:
         by_env[run.env][run.group].append(run)
     panels = [(env, column) for env in by_env for column in columns]
-    width = len(columns) if 1 < len(columns) <= 3 else min(2, len(panels))
-    height = -(-len(panels) // width)
-    figure = new_figure(0.8 + height * (PANEL_HEIGHT if width > 1 else 3.4))
+    figure, axes_of = panel_grid(len(panels), len(columns) if 1 < len(columns) <= 3 else 2)
     chosen = looks(dict.fromkeys(run.group for run in runs))
     entries: dict = curve_entries(chosen, chosen)
-    for axes, panel in zip(figure.subplots(height, width, squeeze=False).flat, panels, strict=False):
-        env, column = panel
+    for axes, (env, column) in zip(axes_of, panels, strict=True):
         draw_curves(axes, by_env[env], column, chosen, window)
         axes.set_xlabel(count_steps(axes.xaxis, max(run.steps[-1] for group in by_env[env].values() for run in group)))
-        if len(by_env) > 1:
-            axes.set_title(env_label(env))
+        axes.set_title(env_label(env))
         first = next(iter(by_env[env].values()))[0]
         if first.threshold is not None and column == first.column:
             threshold_line(axes, first.threshold, entries, len(by_env) > 1)
-    if len(by_env) == 1:
-        figure.suptitle(env_label(panels[0][0]))
-    for axes in figure.axes[len(panels) :]:
-        axes.remove()
     explain(figure, entries, curve_note([group for groups in by_env.values() for group in groups.values()], window))
     return figure
 

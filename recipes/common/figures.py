@@ -1,8 +1,8 @@
 """The style of all figures: sizes, colours, labels, legend and files.
 
 A figure is 8 inches wide. A README shows it about 800 pixels wide, so its text then has the size of the page's text.
-Each sampler has one colour and one marker in all figures. The colours are those of Okabe and Ito and of Tol, which
-remain distinct for colour-blind readers.
+Each sampler has one colour and one marker in all figures; figures.yaml lists them. The colours remain distinct for
+colour-blind readers.
 """
 
 import math
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import yaml
 from matplotlib import style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -31,40 +32,6 @@ NOTE_WIDTH = 118  # characters in a line of the note below a figure
 # inches that a legend needs per character, and per column beyond its text
 CHARACTER, HANDLE = 0.075, 0.65
 
-STYLE: list[str | dict[str, Any]] = [
-    "default",
-    {
-        "font.size": 9.5,
-        "axes.titlesize": 10.5,
-        "axes.labelsize": 9.5,
-        "xtick.labelsize": 9,
-        "ytick.labelsize": 9,
-        "legend.fontsize": 9.5,
-        "legend.title_fontsize": 8.5,
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": GREY,
-        "xtick.color": GREY,
-        "ytick.color": GREY,
-        "xtick.labelcolor": "black",
-        "ytick.labelcolor": "black",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": "#e4e4e4",
-        "grid.linewidth": 0.7,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 4.5,
-        "errorbar.capsize": 3,
-        "path.simplify": True,
-        "path.simplify_threshold": 0.5,
-        # the same identifiers in every run
-        "svg.hashsalt": "torchrl_replay_ext",
-        # text as text: half the size of text as outlines
-        "svg.fonttype": "none",
-    },
-]
-
 
 class Look(NamedTuple):
     """How one sampler is drawn."""
@@ -73,88 +40,9 @@ class Look(NamedTuple):
     marker: str
 
 
-LOOKS = {
-    "uniform": Look("#555555", "o"),
-    "per": Look("#0072b2", "s"),
-    "rank": Look("#56b4e9", "v"),
-    "reaper": Look("#d55e00", "^"),
-    "recency": Look("#999933", "X"),
-    "lap": Look("#332288", "<"),
-    "sset": Look("#009e73", "D"),
-    "sset_per": Look("#e69f00", "P"),
-    "dper": Look("#cc79a7", "p"),
-    "dper_uniform": Look("#882255", "h"),
-    "acer": Look("#000000", "d"),
-}
-# Names in the experiments that mean a sampler above.
-SAME = {
-    "rank-based": "rank",
-    "proportional": "per",
-    "PER-g": "per",
-    "ReaPER-g": "reaper",
-    "history 60": "sset",
-    "history 60 + PER": "sset_per",
-    "oracle": "acer",
-}
-# the colours of the rarer samplers first
-OTHER_COLORS = ("#882255", "#56b4e9", "#cc79a7", "#999933", "#0072b2", "#d55e00", "#009e73", "#e69f00")
-OTHER_MARKERS = ("s", "^", "D", "P", "v", "p", "X", "h", "<", ">", "*")
-
-LABELS = {
-    "uniform": "uniform replay",
-    "per": "PER",
-    "rank": "rank-based PER",
-    "reaper": "ReaPER",
-    "recency": "recency",
-    "lap": "LAP",
-    "sset": "event tables",
-    "sset_per": "event tables + PER",
-    "reverse sweep": "event tables, goal event only",
-    "reverse sweep, history 1": "goal event only, history 1",
-    "reverse sweep, history 200": "goal event only, history 200",
-    "dper": "DPER",
-    "dper_uniform": "DPER, uniform critic",
-    "acer": "ACER",
-    "per terminal": "PER, time limits terminal",
-    "reaper terminal": "ReaPER, time limits terminal",
-    "replay ratio 0": "no replay",
-    "no Retrace": "importance sampling, no Retrace",
-    "no stochastic dueling network": "two networks, not dueling",
-    "rank-based": "rank-based PER",
-    "proportional": "proportional PER",
-    "PER-g": "greedy PER",
-    "ReaPER-g": "greedy ReaPER",
-    "history 60": "event tables, history 60",
-    "history 200": "event tables, history 200",
-    "history 1": "event tables, history 1",
-    "history 60 + PER": "event tables + PER, history 60",
-    # columns of progress.csv
-    "return_mean": "return",
-    "training_return": "return, last 100 training episodes",
-    "q_sum": "sum of all Q-values",
-    "q_error": "error of Q (RMS)",
-    "q_mean": "mean Q-value",
-    "return_shifted": "return from the shifted start",
-    "return_lava": "return, lava",
-    "return_gap": "return, gap",
-    "return_door": "return, door",
-    # environments
-    "cartpole": "CartPole",
-    "lunarlander": "Lunar Lander",
-    "lunarlander_continuous": "Lunar Lander, continuous",
-    "threerooms": "Three Rooms",
-    "tworooms": "Two Rooms",
-    "deepsea": "Deep Sea",
-    "minatar_space_invaders": "Space Invaders (MinAtar)",
-    "minatar_breakout": "Breakout (MinAtar)",
-    "obstacles": "Obstacle Course",
-    "skills": "Randomized Skills",
-    "doorkey": "DoorKey",
-    "lavagap": "LavaGap",
-    "halfcheetah": "HalfCheetah",
-    "bipedalwalker": "Bipedal Walker",
-    "invertedpendulum": "Inverted Pendulum",
-}
+_TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+STYLE: list[Any] = ["default", _TEXTS["style"]]
+LOOKS = {name: Look(*look) for name, look in _TEXTS["looks"].items()}
 SYMBOLS = {"alpha": "α", "omega": "ω", "eta0": "η₀"}
 
 Parameters = ParamSpec("Parameters")
@@ -168,8 +56,8 @@ def styled(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
 
 def label(name: str) -> str:
     """The text for a sampler, a variant of a study or a column: "sset" is "event tables", "alpha .4" is "α = 0.4"."""
-    if name in LABELS:
-        return LABELS[name]
+    if name in _TEXTS["labels"]:
+        return _TEXTS["labels"][name]
     text = re.sub(
         rf"\b({'|'.join(SYMBOLS)}) (\d*\.?\d+)", lambda found: f"{SYMBOLS[found[1]]} = {float(found[2]):g}", name
     )
@@ -178,27 +66,37 @@ def label(name: str) -> str:
 
 def env_label(name: str) -> str:
     """The name of an environment as a title: "threerooms" is "Three Rooms", "atari/ms_pacman" is "Ms Pacman"."""
-    return LABELS.get(name) or " ".join(word.capitalize() for word in name.split("/")[-1].split("_"))
+    return _TEXTS["labels"].get(name) or " ".join(word.capitalize() for word in name.split("/")[-1].split("_"))
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """A colour and a marker for each name, samplers first: a sampler always has its own, other names get the rest."""
-    order = list(LOOKS)
-    names = sorted(names, key=lambda name: order.index(SAME.get(name, name)) if SAME.get(name, name) in LOOKS else 99)
-    found = {name: LOOKS[SAME.get(name, name)] for name in names if SAME.get(name, name) in LOOKS}
-    used = {look.color for look in found.values()}
-    colors = [color for color in OTHER_COLORS if color not in used] or list(OTHER_COLORS)
-    markers = [marker for marker in OTHER_MARKERS if marker not in {look.marker for look in found.values()}]
-    for place, name in enumerate(name for name in names if name not in found):
-        found[name] = Look(colors[place % len(colors)], markers[place % len(markers)])
-    return found
+    samplers = {name: _TEXTS["same"].get(name, name) for name in names}
+    found = {name: LOOKS[samplers[name]] for name in samplers if samplers[name] in LOOKS}
+    found = dict(sorted(found.items(), key=lambda item: [*LOOKS.values()].index(item[1])))
+    others = [name for name in samplers if name not in found]
+    used_colors, used_markers = {look.color for look in found.values()}, {look.marker for look in found.values()}
+    colors = [color for color in _TEXTS["other_colors"] if color not in used_colors] or _TEXTS["other_colors"]
+    markers = [marker for marker in _TEXTS["other_markers"] if marker not in used_markers]
+    rest = {name: Look(colors[i % len(colors)], markers[i % len(markers)]) for i, name in enumerate(others)}
+    return found | rest
 
 
-def new_figure(height: float) -> Figure:
-    """An empty figure of the usual width; its height is in inches. Only for functions that are `styled`."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+def panel_grid(
+    count: int, width: int = 2, height: float = PANEL_HEIGHT, *, sharex: bool = False, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels, `width` side by side. Only for functions that are `styled`.
+
+    `height`: height of a panel in inches. Default: PANEL_HEIGHT. `sharex`, `sharey`: see matplotlib's subplots.
+    """
+    width = min(width, count)
+    rows = -(-count // width)
+    figure = Figure(figsize=(WIDTH, rows * height + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    panels = [*figure.subplots(rows, width, squeeze=False, sharex=sharex, sharey=sharey).flat]
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, panels[:count]
 
 
 def count_steps(axis: Axis, largest: float, text: str = "environment steps") -> str:

@@ -13,6 +13,9 @@ from yaml import YAMLError
 
 from recipes.common.errors import ConfigError
 
+CONF = Path(__file__).parents[1] / "conf"
+CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run directory
+
 try:
     import fcntl
 except ImportError:  # Windows

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from recipes.common.errors import ConfigError
+from recipes.common.hints import with_suggestion
 from torchrl_replay_ext import AdamStep
 
 
@@ -103,4 +104,4 @@ def make_optimizer(
             return RMSProp(parameters, learning_rate, **keywords)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer: {error}") from error
-    raise ConfigError(f"optimizer.name={config.get('name')}: choose adam, rmsprop")
+    raise ConfigError(with_suggestion(f"optimizer.name={config.get('name')}: choose adam, rmsprop"))

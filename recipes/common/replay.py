@@ -1,9 +1,11 @@
 """Builds the replay buffers of the recipes: storage, sampler and writer."""
 
 import contextlib
+import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.common.config import DECOUPLED, EVENT_TABLES, PLAIN, EnvConfig, RunConfig, ends
+from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig, ends
 from recipes.common.errors import ConfigError
 from recipes.common.events import FLAGS, make_tables
-from recipes.common.hints import keyword_hint
+from recipes.common.hints import did_you_mean
 from recipes.common.n_step import TERMINATED
 from torchrl_replay_ext import (
     Anneal,
@@ -46,6 +48,7 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {
     "recency": RecencySampler,
     "lap": ProportionalSampler,
 }
+CLASSES = SAMPLERS | dict.fromkeys(EVENT_TABLES, EventTableSampler) | dict.fromkeys(DECOUPLED, DecoupledSampler)
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
 # Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
@@ -95,7 +98,7 @@ def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) 
     size, memory = learning.buffer_size, total_memory(device)
     if size * stored > memory:
         raise ConfigError(
-            f"{learning.group}.buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, and {device} has "
+            f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, and {device} has "
             f"{memory / 1e9:,.1f} GB; choose at most {memory // stored}"
         )
 
@@ -144,33 +147,23 @@ def make_replay(
             single transitions in a flat buffer.
 
     Raises:
-        ConfigError: see make_sampler and make_event_tables; also if a sampler in DECOUPLED has no actor or no critic.
+        ConfigError: see make_sampler and make_event_tables.
     """
     learning, settings = config.learning, dict(config.sampler)
-    name = settings["name"]
-    if name in DECOUPLED:
-        if policy is None:
-            raise ConfigError(f"sampler={name}: this recipe does not support it; use recipes.td3 or recipes.sac")
-        settings = settings.pop("critic", None) or {}
-        if not isinstance(settings, dict) or "name" not in settings:
-            raise ConfigError(f"sampler={name}: sampler.critic must be a sampler, for example {{name: per}}")
+    critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
     num_streams = config.num_envs if windows is None else 1
-    arguments = settings, learning.buffer_size, learning.num_updates(), num_streams, td_error
-    if settings["name"] in EVENT_TABLES:
+    arguments = critic, learning.buffer_size, learning.num_updates(), num_streams, td_error
+    if critic["name"] in EVENT_TABLES:
         tables, sampler = make_event_tables(config.env, *arguments)
         writer = EventTableWriter(tables)
     else:
         sampler, writer = make_sampler(*arguments), None
-    if name in DECOUPLED and policy is not None:
-        keywords = {key: value for key, value in config.sampler.items() if key not in ("name", "critic")}
-        try:
-            sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **keywords)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"sampler={name}: {error}") from error
-    try:
+    with refusals(settings["name"]):
+        if critic is not settings:
+            assert policy is not None
+            del settings["name"]
+            sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **settings)
         sampler = sampler if wrap is None else wrap(sampler)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampler={name}: {error}") from error
     if shares_frames(config):
         streams = max(64, 2 * config.num_envs)
         storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
@@ -204,10 +197,19 @@ def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase
     sampler = replay.sampler
     if not isinstance(sampler, DecoupledSampler):
         return None
-    try:
+    with refusals("dper"):
         return sampler.actor_buffer(replay).sample
-    except ValueError as error:
-        raise ConfigError(f"sampler: {error}") from error
+
+
+@contextlib.contextmanager
+def refusals(name: str) -> Iterator[None]:
+    """Raise ConfigError if the sampler of this name refuses its arguments, with a similar name for an unknown one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        hint = did_you_mean(found[1], inspect.signature(CLASSES[name]).parameters) if found else ""
+        raise ConfigError(f"sampler={name}: {error}{hint}") from error
 
 
 def make_sampler(
@@ -224,23 +226,17 @@ def make_sampler(
         td_error: the kind of TD errors that prioritized samplers receive: "squared" (default) or "absolute".
 
     Raises:
-        ConfigError: if the name or a keyword is unknown, or the sampler rejects a value.
+        ConfigError: if a keyword is unknown, or the sampler rejects a value.
     """
-    if config["name"] not in SAMPLERS:
-        raise ConfigError(f"sampler.name={config['name']}: choose {', '.join((*PLAIN, *EVENT_TABLES, *DECOUPLED))}")
     sampler = SAMPLERS[config["name"]]
-    try:
+    with refusals(config["name"]):
         keywords = _keywords(config, num_updates)
-        prioritized = {"td_error": td_error, **keywords}
         if sampler is RandomSampler:
             return RandomSampler(**keywords)
         if sampler is RecencySampler:
             return RecencySampler(capacity, **keywords)
-        if sampler is ReaPERSampler:
-            prioritized = {"num_streams": num_envs, **prioritized}
-        return sampler(capacity, **prioritized)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampler={config['name']}: {error}{keyword_hint(error, sampler.__init__)}") from error
+        streams = {"num_streams": num_envs} if sampler is ReaPERSampler else {}
+        return sampler(capacity, td_error=td_error, **streams, **keywords)
 
 
 def make_event_tables(
@@ -258,27 +254,20 @@ def make_event_tables(
         td_error: see make_sampler.
 
     Raises:
-        ConfigError: if the environment has no events, or the tables or the sampler reject a value.
+        ConfigError: if the tables or the sampler reject a value.
     """
-    name = config["name"]
-    if not env.events:
-        raise ConfigError(
-            f"sampler={name}: env={env.name} has no events; define some, as in recipes/conf/env/threerooms.yaml"
-        )
-    try:
+    with refusals(config["name"]):
         keywords = _keywords({key: value for key, value in config.items() if key != "priority"}, num_updates)
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
         if (priority := config.get("priority")) is not None:
             if not isinstance(priority, dict):
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
             streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
-            keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
+            keywords["priority"] = dict(td_error=td_error, **streams, **_keywords(priority, num_updates))
         shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
         eta = {table: a if a == b else Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
         return tables, EventTableSampler(tables, eta=eta, **keywords)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"sampler={name}: {error}") from error
 
 
 def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:

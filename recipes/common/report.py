@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from hydra.errors import HydraException
@@ -22,7 +21,6 @@ from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves
 from recipes.common.errors import ConfigError
 from recipes.common.figures import (
     GREY,
-    PANEL_HEIGHT,
     Look,
     count_steps,
     env_label,
@@ -30,7 +28,7 @@ from recipes.common.figures import (
     files_of,
     label,
     looks,
-    new_figure,
+    panel_grid,
     sample_line,
     save,
     styled,
@@ -51,7 +49,8 @@ from recipes.common.study_files import CURVES, RUNS, STUDY, key_of, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves
-FAMILY = 3  # so many variants whose names begin alike get a panel of their own
+NEITHER = "neither reached"
+Row = dict[str, str]
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Study:
     """
 
     config: StudyConfig
-    rows: Mapping[str, Mapping[str, Mapping[int, dict[str, str]]]]
+    rows: Mapping[str, Mapping[str, Mapping[int, Row]]]
     runs: Mapping[str, Mapping[str, Mapping[int, Curve]]]
 
     def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
@@ -110,32 +109,31 @@ def read_study(out: Path) -> Study:
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
     config = parse_config(load_config(out / STUDY), StudyConfig)
-    rows: defaultdict[str, defaultdict[str, dict[int, dict[str, str]]]] = defaultdict(lambda: defaultdict(dict))
-    for row in read_rows(out / RUNS):
-        rows[row["env"]][row["variant"]][int(row["seed"])] = row
+    rows: defaultdict[str, defaultdict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
+    runs: defaultdict[str, defaultdict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
     # indexed by step, because rows around an interruption may be in the file twice
-    curves: dict[tuple[str, ...], dict[int, dict[str, str]]] = defaultdict(dict)
+    curves: dict[tuple[str, ...], dict[int, Row]] = defaultdict(dict)
     for row in read_rows(out / CURVES):
         curves[key_of(row)][int(row["env_steps"])] = row
-    runs: defaultdict[str, defaultdict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
-    for env, variants in rows.items():
-        for variant, seeds in variants.items():
-            for seed, row in seeds.items():
-                curve = curves[key_of(row)].values()
-                for column in config.also:
-                    row[f"final {column}"] = str(
-                        np.mean([float(each[column]) for each in curve][-math.ceil(len(curve) / 10) :])
-                    )
-                runs[env][variant][seed] = Curve(
-                    env=env,
-                    group=variant,
-                    seed=seed,
-                    threshold=None if row["threshold"] == "" else float(row["threshold"]),
-                    steps=np.array([int(each["env_steps"]) for each in curve]),
-                    values={config.column: np.array([float(each[config.column]) for each in curve])},
-                    column=config.column,
-                    stopped=row["threshold"] != "" and reaches(float(row["last"]), float(row["threshold"])),
-                )
+    for row in read_rows(out / RUNS):
+        _, env, variant, seed = key = key_of(row)
+        values = {
+            name: np.array([float(each[name]) for each in curves[key].values()])
+            for name in (config.column, *config.also)
+        }
+        for column in config.also:
+            row[f"final {column}"] = str(np.mean(values[column][-math.ceil(len(curves[key]) / 10) :]))
+        rows[env][variant][int(seed)] = row
+        runs[env][variant][int(seed)] = Curve(
+            env=env,
+            group=variant,
+            seed=int(seed),
+            threshold=None if row["threshold"] == "" else float(row["threshold"]),
+            steps=np.array([*curves[key]]),
+            values=values,
+            column=config.column,
+            stopped=row["threshold"] != "" and reaches(float(row["last"]), float(row["threshold"])),
+        )
     return Study(config, rows, runs)
 
 
@@ -195,7 +193,7 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
         censored: whether these runs ended before they reached the threshold, [n, 2].
     """
     if censored.all():
-        return "neither reached"
+        return NEITHER
     baseline, variant = (bool(column.any()) for column in censored.T)
     sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
@@ -204,36 +202,19 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     return sign + with_interval(pairs, ratio_of_means, "{:.2f}")
 
 
-class Result(NamedTuple):
-    """The cells of one row of the table, for the runs of a variant in an environment."""
-
-    reached: str
-    median: str
-    mean: str
-    ratio: str
-    claim: str
-    final: str
-    difference: str
-
-
-def result_of(study: Study, env: str, variant: str) -> Result:
-    """The result of a variant that has runs in the environment; `caption` defines it."""
-    config = study.config
+def result_of(study: Study, env: str, variant: str) -> list[str]:
+    """The cells of a variant's row in the table; `caption` defines them."""
     steps, censored = study.values(env, variant, steps_of), study.values(env, variant, censored_of)
     pairs = study.pairs(env, variant, steps_of)
-    ratio = ""
-    if variant != config.baseline and len(pairs):
-        ratio = format_ratio(pairs, study.pairs(env, variant, censored_of))
-    final, difference = last_evaluations(study, env, variant, final_of)
-    return Result(
-        reached=f"{(~censored).sum()} of {len(steps)}",
-        median=format_median(steps, censored),
-        mean=f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
-        ratio=ratio,
-        claim=config.claims.get(env, {}).get(variant, ""),
-        final=final,
-        difference=difference,
-    )
+    compared = variant != study.config.baseline and len(pairs)
+    return [
+        f"{(~censored).sum()} of {len(steps)}",
+        format_median(steps, censored),
+        f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
+        format_ratio(pairs, study.pairs(env, variant, censored_of)) if compared else "",
+        study.config.claims.get(env, {}).get(variant, ""),
+        *last_evaluations(study, env, variant, final_of),
+    ]
 
 
 def last_evaluations(study: Study, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> tuple[str, str]:
@@ -263,57 +244,47 @@ def caption(config: StudyConfig) -> str:
 def format_table(study: Study) -> str:
     """A Markdown table with one row per environment and variant; `caption` defines its columns."""
     baseline = label(study.config.baseline)
-    lines = [
-        f"| | variant | reached | steps: median | mean | ratio to {baseline} | in the source | "
-        f"last evaluations: IQM | difference to {baseline} |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for env, variants in study.finished().items():
-        for variant in variants:
-            lines.append(f"| {' | '.join((env_label(env), label(variant), *result_of(study, env, variant)))} |")
-    return "\n".join(lines)
+    head = (
+        f"reached | steps: median | mean | ratio to {baseline} | in the source | last evaluations: IQM | "
+        f"difference to {baseline}"
+    )
+    return _table(study, head, partial(result_of, study))
 
 
 def format_further_columns(study: Study) -> str:
     """A Markdown table of the last evaluations in the columns of study.also, as in the columns of the other table."""
     names, baseline = study.config.also, label(study.config.baseline)
     head = " | ".join(f"last evaluations of {label(name)}: IQM | difference to {baseline}" for name in names)
-    lines = [f"| | variant | {head} |", "|---|---|" + "---|---|" * len(names)]
+
+    def cells(env: str, variant: str) -> list[str]:
+        pairs = [last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names]
+        return [*chain(*pairs)]
+
+    return _table(study, head, cells)
+
+
+def _table(study: Study, head: str, cells_of: Callable[[str, str], list[str]]) -> str:
+    lines = [f"| | variant | {head} |", "|---|---|" + "---|" * (head.count(" | ") + 1)]
     for env, variants in study.finished().items():
-        for variant in variants:
-            cells = [last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names]
-            lines.append(f"| {' | '.join((env_label(env), label(variant), *chain(*cells)))} |")
+        lines += [f"| {' | '.join((env_label(env), label(name), *cells_of(env, name)))} |" for name in variants]
     return "\n".join(lines)
 
 
 def conclusions(study: Study) -> list[str]:
     """A sentence for each environment and variant: its steps beside those of the baseline, as in the table."""
-    baseline = study.config.baseline
-    sentences = []
+    baseline, sentences = study.config.baseline, []
     for env, variants in study.finished().items():
-        if baseline not in variants:
-            continue
-        theirs = result_of(study, env, baseline)
         for variant in variants:
-            pairs = study.pairs(env, variant, censored_of)
-            if variant == baseline or not len(pairs):
+            seeds = len(study.pairs(env, variant, steps_of))
+            if variant == baseline or not seeds:
                 continue
-            ours = result_of(study, env, variant)
-            seeds = f"{len(pairs)} seed{'s' * (len(pairs) > 1)}"
-            if {len(study.rows[env][name]) for name in (variant, baseline)} != {len(pairs)}:
-                seeds = f"ratio over the {seeds} that both have"
-            start = f"{env_label(env)}: {label(variant)}"
-            if pairs.all():
-                sentences.append(
-                    f"{start} and {label(baseline)} did not reach the threshold, with {ours.mean} and {theirs.mean} "
-                    f"steps ({seeds})"
-                )
-                continue
-            found = f"reached the threshold after {ours.mean} steps"
-            if study.values(env, variant, censored_of).all():
-                found = f"did not reach the threshold ({ours.mean} steps)"
+            (_, _, ours, ratio, *_), (_, _, theirs, *_) = (result_of(study, env, name) for name in (variant, baseline))
+            reached = not study.values(env, variant, censored_of).all()
+            found = f"reached the threshold after {ours}" if reached else f"did not reach the threshold ({ours}"
+            end = "neither reached it" if ratio == NEITHER else f"{ratio} times as many"
             sentences.append(
-                f"{start} {found}, {label(baseline)} after {theirs.mean}: {ours.ratio} times as many ({seeds})"
+                f"{env_label(env)}: {label(variant)} {found} steps{')' * (not reached)}, {label(baseline)} after "
+                f"{theirs}: {end} ({seeds} seed{'s' * (seeds > 1)})"
             )
     return sentences
 
@@ -341,25 +312,14 @@ def _filed(name: str, seeds: int) -> StudyConfig | None:
 
 
 def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
-    """The variants in each panel of learning curves: the baseline and at most LINES others, related ones together.
-
-    Args:
-        variants: the variants that have runs.
-        baseline: the baseline; it is in all panels if it is one of `variants`.
-    """
+    """The variants in each panel of learning curves: the baseline, if it has runs, and at most LINES others."""
     others = [variant for variant in variants if variant != baseline]
-    families: defaultdict[str, list[str]] = defaultdict(list)
-    for variant in others:
-        families[variant.partition(",")[0]].append(variant)
-    if len(others) <= LINES:
-        groups = [others]
-    else:
-        groups = [family for family in families.values() if FAMILY <= len(family) <= LINES]
-        rest = [variant for variant in others if not any(variant in group for group in groups)]
-        count = -(-len(rest) // LINES)
-        size = -(-len(rest) // max(count, 1))
-        groups += [rest[start : start + size] for start in range(0, len(rest), max(size, 1))]
-    return [[*([baseline] if baseline in variants else []), *group] for group in groups]
+    count = -(-len(others) // LINES) or 1
+    size = -(-len(others) // count)
+    return [
+        [name for name in variants if name == baseline] + others[place * size : (place + 1) * size]
+        for place in range(count)
+    ]
 
 
 def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -> dict[str, Artist]:
@@ -400,65 +360,32 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
     return entries
 
 
-def label_steps(axes: Axes, largest: float, text: str, column: int, width: int) -> None:
-    """Label the axes of a panel; of three panels side by side, only that in the middle has room for the text."""
-    text = count_steps(axes.xaxis, largest, text)
-    if width < 3 or column == 1:
-        axes.set_xlabel(text)
-    if column:
-        axes.set_ylabel("")
-
-
 @styled
 def draw(study: Study) -> Figure:
-    """Draw the figure: learning curves above; the steps of each seed, with median and interval, below."""
+    """Draw the figure: for each environment learning curves, then the steps of each seed, with median and interval."""
     config, finished = study.config, study.finished()
-    panels = [(env, panel) for env, variants in finished.items() for panel in panels_of(variants, config.baseline)]
+    panels = [
+        (env, panel) for env, variants in finished.items() for panel in [*panels_of(variants, config.baseline), None]
+    ]
     styles = looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
-    width = 2 if len(panels) in (2, 4) else min(len(panels), 3)
-    high = -(-len(panels) // width)
-    per_row = 1 if len(finished) == 1 else width
-    low = -(-len(finished) // per_row)
-    heights = [PANEL_HEIGHT] * high + [0.7 + 0.27 * max(map(len, finished.values()))] * low
-    figure = new_figure(sum(heights) + 1.0 + 0.08 * len(styles))
-    if per_row == 1:
-        # apart, so that the long names of the variants do not move the learning curves
-        ratios = [sum(heights[:high]), sum(heights[high:]) + 0.9]
-        upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios).flat
-        curves, dots, below = upper.add_gridspec(high, width), lower.add_gridspec(1, 1), 0
-        upper.suptitle(env_label(next(iter(finished))))
-    else:
-        upper = lower = figure
-        curves = dots = figure.add_gridspec(high + low, width, height_ratios=heights)
-        below = high
-    runs_of = [study.runs[env][variant] for env, variants in finished.items() for variant in variants]
-    length = max(len(run.steps) for runs in runs_of for run in runs.values())
-    largest = max(run.steps[-1] for runs in runs_of for run in runs.values())
-    window = 2 * (length // 40) + 1
+    runs_of = [[*study.runs[env][variant].values()] for env, variants in finished.items() for variant in variants]
+    window = 2 * (max(len(run.steps) for runs in runs_of for run in runs) // 40) + 1
+    largest = max(run.steps[-1] for runs in runs_of for run in runs)
     entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
-    first: dict[str, Axes] = {}
-    for place, (env, panel) in enumerate(panels):
-        row, column = divmod(place, width)
-        axes = upper.add_subplot(curves[row, column], sharey=first.get(env))
-        first.setdefault(env, axes)
-        groups = {variant: list(study.runs[env][variant].values()) for variant in panel}
+    figure, axes_of = panel_grid(len(panels))
+    for axes, (env, panel) in zip(axes_of, panels, strict=True):
+        axes.set_title(env_label(env))
+        if panel is None:
+            entries |= draw_steps(axes, study, env, styles)
+            axes.set_xlabel(count_steps(axes.xaxis, largest, "steps to the threshold"))
+            continue
+        groups = {variant: [*study.runs[env][variant].values()] for variant in panel}
         draw_curves(axes, groups, config.column, styles, window)
-        label_steps(axes, largest, "environment steps", column, width)
-        if len(finished) > 1:
-            axes.set_title(env_label(env))
-        threshold = groups[panel[0]][0].threshold
-        if threshold is not None:
+        axes.set_xlabel(count_steps(axes.xaxis, largest))
+        if (threshold := groups[panel[0]][0].threshold) is not None:
             threshold_line(axes, threshold, entries, len(finished) > 1)
-    for place, env in enumerate(finished):
-        row, column = divmod(place, per_row)
-        axes = lower.add_subplot(dots[below + row, column])
-        entries |= draw_steps(axes, study, env, styles)
-        label_steps(axes, largest, "steps to the threshold", column, per_row)
-        if column and finished[env] == finished[[*finished][place - 1]]:
-            axes.set_yticklabels([])
-    note = curve_note([list(runs.values()) for runs in runs_of], window)
-    note += " Small dots: runs; large markers: medians with 95 % intervals."
-    explain(lower, entries, note)
+    note = curve_note(runs_of, window) + " Small dots: runs; large markers: medians with 95 % intervals."
+    explain(figure, entries, note)
     return figure
 
 

@@ -50,7 +50,9 @@ def prepare(config: RunConfig, run_dir: Path) -> torch.device:
     if config.cudagraphs and device.type != "cuda":
         raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {device}")
     torch.set_num_threads(config.num_threads)
-    seed_everything(config.seed)
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    torch.manual_seed(config.seed)
     return device
 
 
@@ -64,13 +66,6 @@ def find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
     return device
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 @dataclass
@@ -329,8 +324,6 @@ class Run:
         with self._open:
             # After an aborted update, the last batch was collected but its updates were not made: nothing is saved.
             saved = known and (aborted or self._save())
-            if known and not self._bar.disable:
-                self._bar.set_description(f"{self._bar.desc.removesuffix(': ')}, {self._outcome(error)}")
         self._collector.shutdown()
         self._log.evaluation.close()
         if self._camera is not None:
@@ -339,32 +332,23 @@ class Run:
             self.exit_code = self._conclude(error, saved=saved, aborted=aborted)
         return known
 
-    def _outcome(self, error: BaseException | None) -> str:
-        """Why the progress bar stops."""
-        if isinstance(error, LostProcess):
-            return "failed"
-        return "solved" if self._solved() else "done" if self._finished() else "interrupted"
-
     def _conclude(self, error: BaseException | None, *, saved: bool, aborted: bool) -> int:
         """Draw the learning curve, print the last lines of the run and return the exit code."""
         run_dir, steps = self._run_dir, self.env_steps
         resumable = (run_dir / CHECKPOINT).is_file()
+        way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
         drawn = self._draw_curve()
         if isinstance(error, LostProcess):
             sys.stderr.write(f"stopped at step {steps}: {error}\n")
         if not saved:
-            before = f"resume={run_dir} continues from the previous one" if resumable else "there is no previous one"
-            sys.stderr.write(f"the final checkpoint could not be saved; {before}\n")
+            sys.stderr.write(f"the final checkpoint could not be saved; {way}\n")
             return FAILED
         if isinstance(error, LostProcess):
-            sys.stderr.write(f"continue with resume={run_dir}\n")
+            sys.stderr.write(f"{way}\n")
             return FAILED
-        if aborted:
-            before = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
-            print(f"interrupted at step {steps} while the update was being compiled; {before}")
-            return INTERRUPTED
         if not self._finished():
-            print(f"interrupted at step {steps}; continue with resume={run_dir}")
+            place = " while the update was being compiled" * aborted
+            print(f"interrupted at step {steps}{place}; {way}")
             return INTERRUPTED
         if not drawn:
             return FAILED

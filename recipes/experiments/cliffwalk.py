@@ -18,10 +18,6 @@ prints a table and writes ``cliffwalk.csv``, with one row per run, and the figur
 ``--read CSV`` it draws the figure of an earlier run.
 """
 
-from __future__ import annotations
-
-import csv
-import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +30,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
-from recipes.common.figures import explain, files_of, label, looks, new_figure, sample_line, save, styled
+from recipes.common.figures import explain, label, looks, panel_grid, sample_line, styled
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
@@ -197,8 +193,7 @@ def median(rows: list[dict], num_states: int, strategy: str) -> float:
 @styled
 def plot(rows: list[dict]) -> Figure:
     """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
-    figure = new_figure(3.9)
-    panel = figure.subplots()
+    figure, (panel,) = panel_grid(1, height=3.1)
     chosen = looks(STRATEGIES)
     states = sorted({row["num_states"] for row in rows})
     for place, strategy in enumerate(STRATEGIES):
@@ -228,30 +223,17 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     )
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "seeds", "states")
-    earlier = None if options.read is None else parser.rows(options.read, COLUMNS)
-    parser.make_directory(options.out)
-    figures = files_of(options.out / "cliffwalk")
-    if earlier is not None:
-        rows = earlier
-        print(f"{format_table(rows)}\n\n{conclusion(rows)}")
-        save(plot(rows), *figures)
-        return rows
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    rows: list[dict] = []
-    with (options.out / "cliffwalk.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=COLUMNS)
-        writer.writeheader()
+
+    def measure() -> Iterator[dict]:
         runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]
         for num_states, strategy, seed in tqdm(runs, desc="cliffwalk", leave=False):
             updates = count_updates(strategy, num_states, seed)
-            rows.append({"num_states": num_states, "strategy": strategy, "seed": seed, "updates": updates})
-            writer.writerow(rows[-1])
-            file.flush()
-    print(format_table(rows))
-    save(plot(rows), *figures)
-    print("\nwritten:", options.out / "cliffwalk.csv", *figures)
-    print(conclusion(rows))
-    return rows
+            yield {"num_states": num_states, "strategy": strategy, "seed": seed, "updates": updates}
+
+    def describe(rows: list[dict]) -> str:
+        return f"{format_table(rows)}\n\n{conclusion(rows)}"
+
+    return parser.run(options, COLUMNS, measure, describe, plot)
 
 
 if __name__ == "__main__":

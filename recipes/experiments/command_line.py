@@ -1,12 +1,19 @@
 """The part of the command line that all experiments with --out and --read share."""
 
 import argparse
-from collections.abc import Callable, Mapping
+import csv
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from recipes.common.csv_files import read_csv
 from recipes.common.errors import ConfigError
+from recipes.common.figures import files_of, save
+
+Row = dict[str, Any]
 
 
 class ExperimentParser(argparse.ArgumentParser):
@@ -21,6 +28,7 @@ class ExperimentParser(argparse.ArgumentParser):
 
     def __init__(self, name: str, doc: str | None, *, writes: str, reads: str):
         super().__init__(prog=f"python -m recipes.experiments.{name}", description=(doc or "").splitlines()[0])
+        self.name = name
         self.add_argument(
             "--out",
             type=Path,
@@ -37,14 +45,47 @@ class ExperimentParser(argparse.ArgumentParser):
             if least < 1:
                 self.error(f"--{name} {least}: must be at least 1")
 
-    def make_directory(self, out: Path) -> None:
-        """Create the output directory; refuse one that cannot be created."""
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self.error(f"--out {out}: {error.strerror}")
+    def run(
+        self,
+        options: argparse.Namespace,
+        kinds: Mapping[str, Callable[[str], Any]],
+        measure: Callable[[], Iterable[Row]],
+        describe: Callable[[list[Row]], str],
+        plot: Callable[[list[Row]], Figure] | None,
+    ) -> list[Row]:
+        """Measure, or read an earlier CSV; write the rows as they come, draw them and print their description.
 
-    def rows(self, path: Path, kinds: Mapping[str, Callable[[str], Any]]) -> list[dict[str, Any]]:
+        Args:
+            options: the parsed options.
+            kinds: see rows.
+            measure: yields the rows of the CSV.
+            describe: maps rows to the text to print.
+            plot: maps rows to the figure; None: draw none.
+        """
+        rows = [] if options.read is None else self.rows(options.read, kinds)
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.error(f"--out {options.out}: {error.strerror}")
+        logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
+        written = files_of(options.out / self.name) if plot is not None else []
+        if options.read is None:
+            written.append(options.out / f"{self.name}.csv")
+            with written[-1].open("w", newline="") as file:
+                for row in measure():
+                    writer = csv.DictWriter(file, row)
+                    if not rows:
+                        writer.writeheader()
+                    writer.writerow(row)
+                    file.flush()
+                    rows.append(row)
+        if plot is not None:
+            save(plot(rows), *written[:2])
+        print("written:", *written)
+        print(describe(rows))
+        return rows
+
+    def rows(self, path: Path, kinds: Mapping[str, Callable[[str], Any]]) -> list[Row]:
         """The rows of the CSV for --read; refuse a file that cannot be read, or lacks rows or columns.
 
         Args:

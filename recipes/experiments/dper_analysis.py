@@ -52,10 +52,9 @@ from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import CONFIG, DONE, parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
-from recipes.common.figures import GREY, explain, files_of, looks, new_figure, sample_line, save, styled
+from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
 from recipes.common.files import load_config
 from recipes.common.replay import make_replay
-from recipes.common.run import seed_everything
 from recipes.common.schemas.dper_analysis import Config
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
@@ -154,8 +153,7 @@ def format_table(rows: list[dict], newest: dict[str, float]) -> str:
 @styled
 def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
     """Draw the ratios against K, with their intervals."""
-    figure = new_figure(3.9)
-    panels = figure.subplots(1, len(MEASURES), sharey=True)
+    figure, panels = panel_grid(len(MEASURES), len(MEASURES), sharey=True)
     names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows}
     chosen = looks(names)
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
@@ -221,7 +219,7 @@ def analyse(raw_config: DictConfig, run_dir: Path) -> int:
         return DONE
     assert config.run is not None
     torch.set_num_threads(config.num_threads)
-    seed_everything(config.seed)
+    torch.manual_seed(config.seed)
     replay, policy, noise_scale = load_run(Path(config.run))
 
     def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:

@@ -22,9 +22,8 @@ sharding.csv has one row per number of shards and kind of transition. Each numbe
     coordinator           CPU seconds per batch of the learner's thread outside of Ray
 """
 
-import csv
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -143,7 +142,7 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
         storage=partial(CompilableTensorStorage, capacity // num_shards),
         sampler=ProportionalSampler,
         batch_size=BATCH,
-        prefetch=0,
+        prefetch=1,
         calls=calls,
     )
     try:
@@ -205,26 +204,19 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--cycles", type=int, default=40, help="batches in each of ten blocks [%(default)s]")
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "shards", "cycles")
-    if options.read is not None:
-        rows = parser.rows(options.read, dict.fromkeys(COLUMNS, float))
-        print(report(rows))
-        return rows
-    parser.make_directory(options.out)
-    torch.set_num_threads(1)
-    rows = []
-    with runtime(None, 0, max(options.shards)):
-        # not recorded: Ray is still starting processes
-        measure(options.shards[0], images=False, cycles=options.cycles)
-        for images in (False, True):
-            for num_shards in options.shards:
-                rows.append(measure(num_shards, images=images, cycles=options.cycles))
-                print(rows[-1], flush=True)
-    with (options.out / "sharding.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    print(report(rows))
-    return rows
+
+    def rows() -> Iterator[dict[str, float]]:
+        torch.set_num_threads(1)
+        with runtime(None, 0, max(options.shards)):
+            # not recorded: Ray is still starting processes
+            measure(options.shards[0], images=False, cycles=options.cycles)
+            for images in (False, True):
+                for num_shards in options.shards:
+                    row = measure(num_shards, images=images, cycles=options.cycles)
+                    print(row, flush=True)
+                    yield row
+
+    return parser.run(options, dict.fromkeys(COLUMNS, float), rows, report, None)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,10 @@ every 500 steps.
 draws the figure of an earlier run.
 """
 
-from __future__ import annotations
-
-import csv
-import logging
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 
 import gymnasium
 import numpy as np
@@ -38,7 +35,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import count_steps, explain, files_of, looks, new_figure, save, styled, threshold_line
+from recipes.common.figures import count_steps, explain, looks, panel_grid, styled, threshold_line
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
@@ -164,7 +161,7 @@ def steps_needed(curve: list[float]) -> float:
 
 def format_table(rows: list[dict]) -> str:
     """A table of median steps, their share of uniform's, and the number of seeds in which a method was faster."""
-    of = {method: {row["seed"]: row["steps"] for row in rows if row["method"] == method} for method in METHODS}
+    of = {name: {row["seed"]: float(row["steps"]) for row in rows if row["method"] == name} for name in METHODS}
     lines = [f"{'method':<18}{'median steps':>14}{'of uniform':>12}{'faster in':>12}"]
     for method, steps in of.items():
         median = statistics.median(steps.values())
@@ -175,14 +172,18 @@ def format_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def curve_of(row: dict) -> list[float]:
+    """The errors of a run, a row of the CSV."""
+    return [float(value) for key, value in row.items() if key.startswith("error_")]
+
+
 @styled
-def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
+def plot(rows: list[dict]) -> Figure:
     """Draw the median error over the seeds, with the range over seeds shaded."""
-    figure = new_figure(4.2)
-    panel = figure.subplots()
+    figure, (panel,) = panel_grid(1, height=3.4)
     chosen = looks(METHODS)
     for place, method in enumerate(METHODS):
-        of = np.array([curve for (name, _), curve in curves.items() if name == method])
+        of = np.array([curve_of(row) for row in rows if row["method"] == method])
         steps = CHECK_INTERVAL * np.arange(1, of.shape[1] + 1)
         color, marker = chosen[method]
         panel.plot(steps, np.median(of, 0), color=color, marker=marker, markevery=(place, len(METHODS)))
@@ -191,7 +192,7 @@ def plot(curves: dict[tuple[str, int], list[float]]) -> Figure:
     threshold_line(panel, THRESHOLD, entries, several=False)
     panel.set(xlabel=count_steps(panel.xaxis, STEPS), ylabel="root mean squared error of Q", xmargin=0.02)
     figure.suptitle("Three Rooms, tabular Q-learning")
-    seeds = len({seed for _, seed in curves})
+    seeds = len({row["seed"] for row in rows})
     explain(figure, entries, f"Line: median of {seeds} seeds; band: range over seeds.")
     return figure
 
@@ -204,36 +205,16 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "seeds")
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    columns = {"method": str, "seed": int, f"error_{CHECK_INTERVAL}": float}
-    earlier = None if options.read is None else parser.rows(options.read, columns)
-    parser.make_directory(options.out)
-    figures = files_of(options.out / "sset_tabular")
-    if earlier is not None:
-        curves = {
-            (row["method"], row["seed"]): [float(value) for key, value in row.items() if key.startswith("error_")]
-            for row in earlier
-        }
-        rows = [{"method": method, "seed": seed, "steps": steps_needed(e)} for (method, seed), e in curves.items()]
-        print(format_table(rows))
-        save(plot(curves), *figures)
-        return rows
-    rows: list[dict] = []
-    curves = {}
-    with (options.out / "sset_tabular.csv").open("w", newline="") as file:
-        checks = [CHECK_INTERVAL * number for number in range(1, STEPS // CHECK_INTERVAL + 1)]
-        writer = csv.writer(file)
-        writer.writerow(["method", "seed", "steps", *(f"error_{step}" for step in checks)])
+
+    def measure() -> Iterator[dict]:
         runs = [(method, seed) for seed in range(options.seeds) for method in METHODS]
         for method, seed in tqdm(runs, desc="sset_tabular", leave=False):
-            curve = curves[method, seed] = run(method, seed)
-            rows.append({"method": method, "seed": seed, "steps": steps_needed(curve)})
-            writer.writerow([method, seed, steps_needed(curve), *(f"{error:.4f}" for error in curve)])
-            file.flush()
-    print(format_table(rows))
-    save(plot(curves), *figures)
-    print("\nwritten:", options.out / "sset_tabular.csv", *figures)
-    return rows
+            curve = run(method, seed)
+            errors = {f"error_{CHECK_INTERVAL * (i + 1)}": f"{error:.4f}" for i, error in enumerate(curve)}
+            yield {"method": method, "seed": seed, "steps": steps_needed(curve), **errors}
+
+    columns = {"method": str, "seed": int, f"error_{CHECK_INTERVAL}": float}
+    return parser.run(options, columns, measure, format_table, plot)
 
 
 if __name__ == "__main__":

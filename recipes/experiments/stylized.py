@@ -20,12 +20,9 @@ equals the oracle for every offset.
 run.
 """
 
-from __future__ import annotations
-
-import csv
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +30,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import explain, files_of, looks, new_figure, save, styled
+from recipes.common.figures import explain, looks, panel_grid, styled
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 
@@ -173,19 +170,10 @@ def format_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def write_csv(rows: list[dict], path: Path) -> None:
-    """Write the rows of :func:`run` to a CSV."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 @styled
 def plot(rows: list[dict]) -> Figure:
     """Draw Figure 4: updates in excess of the oracle's against the episode length, one panel per condition."""
-    figure = new_figure(3.7)
-    panels = figure.subplots(1, len(PERIODS), sharex=True, sharey=True)
+    figure, panels = panel_grid(len(PERIODS), len(PERIODS), sharex=True, sharey=True)
     compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
     chosen = looks(compared)
     for panel, condition in zip(panels, PERIODS, strict=True):
@@ -220,17 +208,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     )
     options = parser.parse_args(arguments)
     parser.at_least_1(options, "seeds", "lengths")
-    earlier = None if options.read is None else parser.rows(options.read, KINDS)
-    parser.make_directory(options.out)
-    rows = run(options.lengths, options.seeds, options.seed) if earlier is None else earlier
-    print(format_table(rows))
-    written = files_of(options.out / "stylized")
-    save(plot(rows), *written)
-    if options.read is None:
-        written.append(options.out / "stylized.csv")
-        write_csv(rows, written[-1])
-    print("\nwritten:", *written)
-    return rows
+    measure = partial(run, options.lengths, options.seeds, options.seed)
+    return parser.run(options, KINDS, measure, format_table, plot)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """ACER for continuous actions, against a loop over single steps that follows Algorithm 3."""
 
 import copy
+import functools
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from tests.objectives.trajectories import (
     OBSERVATION,
     Sums,
     assert_agrees,
-    assert_compiles,
+    assert_same,
     assert_same_gradients,
     cut_rows,
     episodes,
@@ -33,7 +33,10 @@ from tests.objectives.trajectories import (
 from torchrl_replay_ext import ACERContinuousLoss, SeparateValueNetworks, StochasticDuelingNetwork
 
 ACTION = 2
-LOC, BOTH = ("loc",), ("loc", "scale")
+LOC, BOTH = STATISTICS = ("loc",), ("loc", "scale")
+# numbers that float32 represents exactly
+EXACT = {"gamma": 0.9, "c": 1.0, "delta": 0.1, "num_samples": 3, "entropy_coeff": 0.25}
+BEHAVIOUR = ("loc", "scale")
 
 
 class GaussianHead(nn.Module):
@@ -73,6 +76,14 @@ class Networks(nn.Module):
         return self.head(self.trunk(observation))
 
 
+def loss_of(networks: Networks, *, updated: bool = True, **arguments: Any) -> ACERContinuousLoss:
+    """The loss of networks; the average policy has an updater, or not."""
+    loss = ACERContinuousLoss(networks.actor(), networks.critic, **arguments)
+    if updated:
+        SoftUpdate(loss, eps=0.75)
+    return loss
+
+
 class Setting:
     """A loss module that records its samples, its networks, and an average policy that differs from the current one."""
 
@@ -89,8 +100,7 @@ class Setting:
         self.squashed = distribution is TanhNormal
         self.networks = Networks(fixed=fixed, shared=shared, dueling=dueling)
         self.average = unlike(copy.deepcopy(self.networks), distance)
-        # numbers that float32 represents exactly
-        arguments = {"gamma": 0.9, "c": 1.0, "delta": 0.1, "num_samples": 3, "entropy_coeff": 0.25, **arguments}
+        arguments = {**EXACT, **arguments}
         self.loss = ACERContinuousLoss(
             self.networks.actor(distribution_class=distribution), self.networks.critic, **arguments
         )
@@ -113,6 +123,14 @@ class Setting:
         return list(self.networks.parameters())
 
 
+def with_own_keys(networks: Networks, observation: Any) -> ACERContinuousLoss:
+    keys = ("mu", "loc"), ("mu", "scale")
+    actor = networks.actor(observation, ("mean", "std"))
+    loss = ACERContinuousLoss(actor, networks.critic, behaviour_keys=keys, **EXACT)
+    loss.set_keys(observation=observation, loc="mean", scale="std")
+    return loss
+
+
 def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
     """Rows [4, T] of a random behaviour policy; with a mask, its masked statistics are invalid."""
     batch = cut_rows(mask=mask)
@@ -133,6 +151,30 @@ def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
 def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
     gaussian = Independent(Normal(loc, scale), 1)
     return TransformedDistribution(gaussian, [TanhTransform()]) if squashed else gaussian
+
+
+def policy_step(
+    setting: Setting, step: TensorDict, sums: Sums, weights: list[tuple[Tensor, float]], kind: Any = None
+) -> None:
+    """Add loss_actor, loss_entropy and diagnostics of a step; g is the sum of scores of actions with given weights."""
+    loss, kind = setting.loss, kind or functools.partial(distribution, squashed=setting.squashed)
+    loc, scale = setting.networks.policy(step["observation"])
+    live = loc if loss.statistics == LOC else torch.cat([loc, scale])
+    phi = live.detach().requires_grad_()
+    parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
+    g = sum(w * torch.autograd.grad(kind(*parameters).log_prob(a), phi, retain_graph=True)[0] for a, w in weights)
+    loc_avg, scale_avg = (x.detach() for x in setting.average.policy(step["observation"]))
+    divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
+    (k,) = torch.autograd.grad(divergence, phi)
+    z = project(g, k, loss.delta) if loss.trust_region else g
+    entropy = Normal(loc, scale).entropy().sum()
+    sums.backpropagate("loss_actor", live, -z)
+    sums.backpropagate("loss_entropy", entropy, -loss.entropy_coeff.item())
+    sums.add("loss_actor", -(live @ z))
+    sums.add("loss_entropy", -loss.entropy_coeff.item() * entropy)
+    sums.add("entropy", entropy)
+    sums.add("kl", divergence)
+    sums.add("tr_active", float(not torch.equal(z, g)))
 
 
 def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
@@ -176,36 +218,18 @@ def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace"
             reward = step["next", "reward"].item()
             ret, opc = reward + loss.gamma * ret, reward + loss.gamma * opc
             of_actor = opc if loss.use_q_opc and returns == "retrace" else ret
-            # g and k, by autograd
-            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
-            phi = live.detach().requires_grad_()
-            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
-            f = distribution(*parameters, squashed)
             weight = 0.0 if math.isinf(loss.c) else max(0.0, 1 - loss.c / rho_other)
-            g = min(loss.c, rho) * torch.autograd.grad(f.log_prob(a), phi)[0] * (of_actor - v.item())
-            f = distribution(*parameters, squashed)
-            g = g + weight * (q_other - v.item()) * torch.autograd.grad(f.log_prob(other), phi)[0]
-            loc_avg, scale_avg = (x.detach() for x in setting.average.policy(observation))
-            divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
-            (k,) = torch.autograd.grad(divergence, phi)
-            z = project(g, k, loss.delta) if loss.trust_region else g
-            sums.backpropagate("loss_actor", live, -z)
+            of_scores = min(loss.c, rho) * (of_actor - v.item()), weight * (q_other - v.item())
+            policy_step(setting, step, sums, [*zip((a, other), of_scores, strict=True)])
             error = ret - q.item()
             sums.backpropagate("loss_qvalue", q, -2 * loss.critic_coeff.item() * error)
             v_gradient = min(1.0, rho) * error if dueling else rho * (ret - v.item())
             sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * v_gradient)
-            entropy = Normal(loc, scale).entropy().sum()
-            sums.backpropagate("loss_entropy", entropy, -loss.entropy_coeff.item())
-            sums.add("loss_actor", -(live @ z))
             sums.add("loss_qvalue", loss.critic_coeff.item() * error**2)
             v_loss = v_gradient**2 if dueling else rho * (ret - v.item()) ** 2
             sums.add("loss_value", loss.value_coeff.item() * v_loss)
-            sums.add("loss_entropy", -loss.entropy_coeff.item() * entropy)
-            sums.add("entropy", entropy)
-            sums.add("kl", divergence)
             sums.add("rho", min(loss.c, rho))
             sums.add("bc_weight", weight)
-            sums.add("tr_active", float(not torch.equal(z, g)))
             if returns == "importance_sampling":
                 ret = rho * ret
             else:
@@ -333,19 +357,6 @@ def test_with_c_0_it_learns_from_q_alone():
 
 
 @pytest.mark.parametrize("statistics", [LOC, BOTH])
-def test_the_trust_region_lets_go_where_the_average_is_the_policy(statistics):
-    found = []
-    for trust_region in (True, False):
-        torch.manual_seed(1)
-        setting = Setting(distance=0.0, trust_region=trust_region, statistics=statistics, delta=0.0)
-        result = setting.loss(rows())
-        assert abs(result["kl"].item()) < 1e-12
-        assert result["tr_active"] == 0
-        found.append(gradients(result["loss_actor"], setting.parameters))
-    assert_same_gradients(*found)
-
-
-@pytest.mark.parametrize("statistics", [LOC, BOTH])
 def test_no_step_leaves_the_trust_region(statistics):
     setting, batch = Setting(statistics=statistics, reduction="sum"), rows()
     outputs = []
@@ -420,41 +431,6 @@ def sample_the_same(setting: Setting) -> None:
     setting.loss.sample_actions = sample_actions
 
 
-@pytest.mark.parametrize("dueling", [False, True])
-@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
-def test_padding_is_not_there(dueling, kind):
-    setting = Setting(dueling=dueling, distribution=kind, statistics=BOTH)
-    sample_the_same(setting)
-    real = rows(squashed=setting.squashed)[:, :5]
-    padded = torch.cat([real, torch.zeros_like(real)], 1)
-    padded["next", "reward"][:, 5:] = torch.nan
-    padded["collector", "mask"] = (torch.arange(10) < 5).expand(4, 10)
-    with_padding, without = setting.loss(padded), setting.loss(real)
-    for key, value in without.items():
-        torch.testing.assert_close(with_padding[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(with_padding), setting.parameters), gradients(losses(without), setting.parameters), 1e-13
-    )
-    torch.testing.assert_close(padded["td_error"][:, :5], real["td_error"])
-    assert not padded["td_error"][:, 5:].any()
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("dueling", [True, False])
-def test_masked_steps_may_hold_anything(bad, shared, dueling):
-    setting, batch = Setting(shared=shared, dueling=dueling), rows(mask=True)
-    results = []
-    for value in (0.0, bad):
-        for key in ("observation", "action", "loc", "scale", ("next", "observation"), ("next", "reward")):
-            batch[key][~batch["collector", "mask"]] = value
-        torch.manual_seed(0)
-        result = setting.loss(batch)
-        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
-    assert all(g.isfinite().all() for g in results[1][1])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("value", [1.5, -1.01])
 def test_actions_that_no_tanh_gives_are_refused(value):
     setting, batch = Setting(distribution=TanhNormal), rows(squashed=True, mask=True)
@@ -463,72 +439,6 @@ def test_actions_that_no_tanh_gives_are_refused(value):
     batch["action"][0, 0, 0] = value
     with pytest.raises(ValueError, match=rf"ACERContinuousLoss: a stored action is {abs(value)}.*\[-1, 1\]"):
         setting.loss(batch)
-
-
-def test_any_number_of_batch_dimensions():
-    setting, batch = Setting(reduction="none"), rows()
-    sample_the_same(setting)
-    expected = setting.loss(batch)
-    nested, single = batch.clone().reshape(2, 2, -1), batch[1].clone()
-    of_nested, of_single = setting.loss(nested), setting.loss(single)
-    for key in setting.loss._LOSSES:
-        torch.testing.assert_close(of_nested[key].reshape(batch.shape), expected[key])
-        torch.testing.assert_close(of_single[key], expected[key][1])
-    assert nested["td_error"].shape == nested.shape
-    assert single["td_error"].shape == single.shape
-
-
-def test_keys_of_ones_own():
-    expected_setting, batch = Setting(), rows(mask=True)
-    sample_the_same(expected_setting)
-    networks = expected_setting.networks
-    observation = ("agent", "observation")
-    setting = copy.copy(expected_setting)
-    setting.loss = ACERContinuousLoss(
-        networks.actor(observation, ("mean", "std")),
-        networks.critic,
-        gamma=0.9,
-        c=1.0,
-        delta=0.1,
-        num_samples=3,
-        entropy_coeff=0.25,
-        behaviour_keys=(("mu", "loc"), ("mu", "scale")),
-    )
-    setting.loss.set_keys(
-        observation=observation,
-        action="move",
-        reward=("agent", "reward"),
-        done="over",
-        terminated="lost",
-        loc="mean",
-        scale="std",
-        priority=("replay", "error"),
-    )
-    setting.loss.loss_mask_key = "real"
-    sample_the_same(setting)
-    SoftUpdate(setting.loss, eps=0.75)
-    set_average(setting.loss, expected_setting.average.actor(observation))
-    renamed = TensorDict(
-        {
-            "agent": {"observation": batch["observation"]},
-            "mu": {"loc": batch["loc"], "scale": batch["scale"]},
-            "move": batch["action"],
-            "real": batch["collector", "mask"].unsqueeze(-1),
-            "next": {
-                "agent": {"observation": batch["next", "observation"], "reward": batch["next", "reward"]},
-                "over": batch["next", "done"],
-                "lost": batch["next", "terminated"],
-            },
-        },
-        batch.shape,
-    )
-    before = set(renamed.keys(True, True))
-    assert set(setting.loss.in_keys) == before - {"real"}
-    result, expected = setting.loss(renamed), expected_setting.loss(batch)
-    assert set(renamed.keys(True, True)) == before | {("replay", "error")}
-    assert torch.equal(renamed["replay", "error"], batch["td_error"])
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
 
 
 def test_what_the_actor_alone_reads_is_not_needed_of_the_next_state():
@@ -543,60 +453,16 @@ def test_what_the_actor_alone_reads_is_not_needed_of_the_next_state():
 # --- where gradients flow
 
 
-def test_only_the_networks_learn():
-    setting, batch = Setting(statistics=BOTH), rows()
-    for key in ("loc", "scale", "action", ("next", "observation"), ("next", "reward")):
-        batch[key].requires_grad_()
-    result = setting.loss(batch)
-    (result["loss_actor"] + result["loss_value"] + result["loss_entropy"]).backward()
-    for key in ("loc", "scale", "action", ("next", "observation"), ("next", "reward")):
-        assert batch[key].grad is None
-    assert not any(value.requires_grad for value in setting.loss.target_actor_network_params.values(True, True))
-    assert not batch["td_error"].requires_grad
-    assert all(not result[key].requires_grad for key in setting.loss._DIAGNOSTICS)
-
-
-def test_actor_and_critic_learn_from_their_own_loss():
-    """No gradient flows to the policy through u and a', or to the critic from the actor's loss."""
-    setting, batch = Setting(statistics=BOTH), rows()
-    result = setting.loss(batch)
-    of_policy = [*setting.networks.trunk.parameters(), *setting.networks.head.parameters()]
-    of_critic = list(setting.networks.critic.parameters())
-    of_advantage = list(setting.networks.critic.advantage_net.parameters())
-    for key, others in (
-        ("loss_actor", of_critic),
-        ("loss_entropy", of_critic),
-        ("loss_qvalue", of_policy),
-        ("loss_value", of_policy + of_advantage),
-    ):
-        assert torch.autograd.grad(result[key], others, allow_unused=True, retain_graph=True) == (None,) * len(others)
-    assert {id(p) for p in setting.loss.parameters()} == {id(p) for p in of_policy + of_critic}
-
-
-def test_gradcheck_where_nothing_is_constant():
-    """The entropy, and the loss of Q if each step terminates, so that its return is the reward."""
-    setting, batch = Setting(), rows()[1:2]
-    single_steps(setting, batch)
-    fixed = torch.randn(*batch.shape, 4, ACTION, dtype=torch.float64)
-    setting.loss.sample_actions = lambda loc, scale, n: fixed
-
-    def evaluate(observation: Tensor) -> tuple[Tensor, ...]:
-        result = setting.loss(batch.clone().set("observation", observation))
-        return result["loss_entropy"], result["loss_qvalue"]
-
-    assert torch.autograd.gradcheck(evaluate, batch["observation"].clone().requires_grad_())
-
-
 # --- extremes
 
 
 @pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
 @pytest.mark.parametrize("statistics", [LOC, BOTH])
 @pytest.mark.parametrize("c", [0.0, 5.0, math.inf])
-@pytest.mark.parametrize("dueling", [False, True])
-def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
+@pytest.mark.parametrize("arguments", [{}, {"dueling": False}, {"returns": "truncated_importance_sampling"}], ids=str)
+def test_float32_of_policies_far_apart(kind, statistics, c, arguments):
     """Actions at the bounds; policy, average policy and behaviour policy are many standard deviations apart."""
-    setting, batch = Setting(c=c, statistics=statistics, distribution=kind, dueling=dueling), rows(squashed=True)
+    setting, batch = Setting(c=c, statistics=statistics, distribution=kind, **arguments), rows(squashed=True)
     setting.loss.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
     batch["next", "observation"].nan_to_num_()
@@ -612,53 +478,6 @@ def test_float32_of_policies_far_apart(kind, statistics, c, dueling):
 
 
 # --- the conventions of TorchRL's loss modules
-
-
-@pytest.mark.parametrize(
-    ("duplicate", "shared"),
-    [
-        (copy.deepcopy, False),
-        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
-        *((lambda x: pickle.loads(pickle.dumps(x)), shared) for shared in (False, True)),
-    ],
-)
-@pytest.mark.parametrize("dueling", [False, True])
-def test_copies(duplicate, shared, dueling):
-    setting, batch = Setting(shared=shared, dueling=dueling), rows()
-    twin = duplicate(setting.loss)
-    torch.manual_seed(1)
-    expected = setting.loss(batch)
-    torch.manual_seed(1)
-    result = twin(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    mine, theirs = list(setting.loss.parameters()), list(twin.parameters())
-    assert len(theirs) == len(mine) == (12 if shared else 14)
-    assert not {id(p) for p in mine} & {id(p) for p in theirs}
-    assert_same_gradients(gradients(losses(result), theirs), gradients(losses(expected), mine))
-    SoftUpdate(twin, eps=0.75).step()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_to_another_dtype(shared):
-    setting, batch = Setting(shared=shared, statistics=BOTH), rows()
-    sample_the_same(setting)
-    expected = setting.loss(batch)
-    setting.loss.to(torch.float32)
-    given = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
-    result = setting.loss(given)
-    for key, value in expected.items():
-        assert result[key].dtype == torch.float32
-        torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
-    assert given["td_error"].dtype == torch.float32
-    # shared parameters stay shared, and the updater still works
-    assert len(list(setting.loss.parameters())) == (12 if shared else 14)
-    with torch.no_grad():
-        for parameter in setting.loss.parameters():
-            parameter.zero_()
-    for _ in range(200):
-        setting.updater.step()
-    assert all(p.abs().max() < 1e-6 for p in setting.loss.target_actor_network_params.values(True, True))
 
 
 def test_a_critic_of_ones_own():
@@ -682,11 +501,6 @@ def test_a_critic_of_ones_own():
     assert torch.autograd.grad(result["loss_value"], loss.sdn.number)[0] != 0
 
 
-def test_in_one_graph():
-    setting, batch = Setting(statistics=BOTH, distribution=TanhNormal), rows(mask=True, squashed=True)
-    assert_compiles(setting.loss, batch, setting.parameters)
-
-
 def test_graphs_for_other_arguments():
     """The compiler treats a number as a variable once the number has changed."""
     torch._dynamo.reset()
@@ -699,37 +513,10 @@ def test_graphs_for_other_arguments():
         with torch.no_grad():
             result = torch.compile(setting.loss, fullgraph=True, backend="eager")(batch.clone())
             expected = setting.loss(batch.clone())
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value)
+        assert_same(result, expected, 1e-9)
 
 
 # --- bad input
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("gamma", -0.1),
-        ("lmbda", 1.5),
-        ("c", -1.0),
-        ("delta", math.nan),
-        ("statistics", ("scale",)),
-        ("num_samples", 0),
-        ("num_samples", 2.0),
-        ("num_samples", True),
-        ("entropy_coeff", math.inf),
-        ("critic_coeff", -1.0),
-        ("value_coeff", -1.0),
-        ("retrace_thresh", -1.0),
-        ("rho_power", 0.0),
-        ("rho_power", math.inf),
-        ("returns", "monte_carlo"),
-        ("reduction", "median"),
-    ],
-)
-def test_arguments_out_of_range(key, value):
-    with pytest.raises(ValueError, match=rf"ACERContinuousLoss\({key}=.*\): {key} must be"):
-        Setting(**{key: value})
 
 
 def test_behaviour_needs_two_keys():
@@ -752,50 +539,10 @@ def test_networks_that_do_not_fit():
         )
 
 
-@pytest.mark.parametrize(
-    ("key", "author"),
-    [
-        ("observation", "environment"),
-        ("action", "policy"),
-        ("loc", "policy"),
-        ("scale", "policy"),
-        (("next", "observation"), "environment"),
-        (("next", "reward"), "environment"),
-        (("next", "done"), "environment"),
-        (("next", "terminated"), "environment"),
-    ],
-    ids=str,
-)
-def test_missing_entries(key, author):
-    setting, batch = Setting(), rows()
-    last = key if isinstance(key, str) else key[-1]
-    refuses(setting, batch.exclude(key), KeyError, rf"ACERContinuousLoss: the batch has no entry .*{last}.*{author}")
-
-
 def test_statistics_of_another_name():
     setting = Setting()
     setting.loss.set_keys(loc="mean")
     refuses(setting, rows(), KeyError, r"'mean'.*actor_network.*set_keys\(loc=")
-
-
-@pytest.mark.parametrize(
-    ("key", "shape", "words"),
-    [
-        (("next", "reward"), (4, 9), r"'reward'.*\(4, 9\), expected \(4, 9, 1\).*environment"),
-        (("next", "done"), (4, 9, 2), r"'done'.*\(4, 9, 2\), expected \(4, 9, 1\).*environment"),
-        ("loc", (4, 9, 3), r"'loc'.*\(4, 9, 3\), expected \(4, 9, 2\).*collector"),
-        ("scale", (4, 9), r"'scale'.*\(4, 9\), expected \(4, 9, 2\).*collector"),
-        ("action", (4, 9, 3), r"'action'.*\(4, 9, 3\).*expected.*\(4, 9, 2\).*policy"),
-        (("collector", "mask"), (4, 9, 2), r"'mask'.*\(4, 9, 2\), expected \(4, 9\).*sampler"),
-        ("priority_weight", (4, 9, 2), r"'priority_weight'.*\(4, 9, 2\), expected \(4, 9\).*sampler"),
-    ],
-    ids=str,
-)
-def test_shapes(key, shape, words):
-    setting, batch = Setting(), rows()
-    dtype = batch[key].dtype if key in batch.keys(True) else torch.bool
-    batch[key] = torch.zeros(shape, dtype=dtype)
-    refuses(setting, batch, ValueError, words)
 
 
 def test_actions_that_are_indices():

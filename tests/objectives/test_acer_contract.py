@@ -16,14 +16,28 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical
 from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
-from torchrl.modules import ProbabilisticActor
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal
 from torchrl.objectives import HardUpdate, SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives.trajectories import assert_same_gradients, gradients, losses
+from tests.objectives.trajectories import (
+    assert_compiles,
+    assert_same,
+    assert_same_gradients,
+    assert_same_gradients_of,
+    gradients,
+    losses,
+    refuses,
+    set_average,
+)
 from torchrl_replay_ext import ACERContinuousLoss, ACERLoss
 
+TIS = "truncated_importance_sampling"
+LAYOUTS = [
+    *((discrete, {"trunk": trunk}) for trunk in ("apart", "modules", "hidden")),
+    *((continuous, {"shared": shared, "dueling": dueling}) for shared in (False, True) for dueling in (False, True)),
+]
 both = pytest.mark.parametrize("acer", [discrete, continuous], ids=["discrete", "continuous"])
 
 
@@ -35,12 +49,15 @@ def setting_of(acer: ModuleType, **arguments: Any) -> Any:
     return setting
 
 
-def without_updater(acer: ModuleType) -> Any:
-    """A loss module with no updater of its average policy."""
-    networks = acer.Networks()
-    if acer is discrete:
-        return ACERLoss(networks.actor(), networks.critic())
-    return ACERContinuousLoss(networks.actor(), networks.critic)
+def name_of(value: Any) -> str:
+    return str(getattr(value, "__name__", value)).rsplit("_", 1)[-1] if not isinstance(value, dict) else str(value)
+
+
+def has_shared_parameters(arguments: dict[str, Any]) -> bool:
+    return arguments.get("shared", False) or arguments.get("trunk", "apart") != "apart"
+
+
+each_layout = pytest.mark.parametrize(("acer", "arguments"), LAYOUTS, ids=name_of)
 
 
 def average_of(loss: Any) -> Any:
@@ -58,11 +75,8 @@ def test_interior_ends_split_rows(acer):
     first["next", "done"][:, -1] = True
     joined = setting.loss(torch.cat([first, second], 1))
     apart = setting.loss(torch.cat([first, second], 0))
-    for key, value in apart.items():
-        torch.testing.assert_close(joined[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(joined), setting.parameters), gradients(losses(apart), setting.parameters), 1e-13
-    )
+    assert_same(joined, apart, 1e-12)
+    assert_same_gradients_of(joined, apart, setting, 1e-13)
 
 
 @both
@@ -122,14 +136,148 @@ def test_keyword_tensors(acer):
         assert torch.equal(value, expected[key])
 
 
+@pytest.mark.parametrize(
+    ("acer", "statistics"), [(acer, s) for acer in (discrete, continuous) for s in acer.STATISTICS], ids=name_of
+)
+def test_the_trust_region_lets_go_where_the_average_is_the_policy(acer, statistics):
+    found = []
+    for trust_region in (True, False):
+        torch.manual_seed(1)
+        setting = acer.Setting(distance=0.0, trust_region=trust_region, statistics=statistics, delta=0.0)
+        result = setting.loss(acer.rows())
+        assert abs(result["kl"].item()) < 1e-12
+        assert acer is discrete or result["tr_active"] == 0
+        found.append(gradients(result["loss_actor"], setting.parameters))
+    assert_same_gradients(*found)
+
+
+# --- masks and shapes
+
+
+@pytest.mark.parametrize(
+    ("acer", "arguments"),
+    [
+        (discrete, {}),
+        *(
+            (continuous, {"dueling": dueling, "distribution": kind, "statistics": continuous.BOTH})
+            for dueling in (False, True)
+            for kind in (IndependentNormal, TanhNormal)
+        ),
+    ],
+    ids=name_of,
+)
+def test_padding_is_not_there(acer, arguments):
+    setting = setting_of(acer, **arguments)
+    real = (acer.rows() if acer is discrete else acer.rows(squashed=setting.squashed))[:, :5]
+    padded = torch.cat([real, torch.zeros_like(real)], 1)
+    padded["next", "reward"][:, 5:] = torch.nan
+    padded["collector", "mask"] = (torch.arange(10) < 5).expand(4, 10)
+    encodings = [padded["action"]]
+    if acer is discrete:
+        padded["action"][:, 5:] = -1
+        encodings += [padded["action"].clone(), nn.functional.one_hot(padded["action"].clamp(0), discrete.ACTIONS)]
+        encodings[-1][:, 5:] = 0
+    without = setting.loss(real)
+    for encoding in encodings:
+        with_padding = setting.loss(padded.set("action", encoding))
+        assert_same(with_padding, without, 1e-12)
+        assert_same_gradients_of(with_padding, without, setting, 1e-13)
+        torch.testing.assert_close(padded["td_error"][:, :5], real["td_error"])
+        assert not padded["td_error"][:, 5:].any()
+
+
+@pytest.mark.parametrize(("acer", "arguments"), [*LAYOUTS, (continuous, {"shared": True, "returns": TIS})], ids=name_of)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_masked_steps_may_hold_anything(acer, arguments, bad):
+    setting, batch, results = setting_of(acer, **arguments), acer.rows(mask=True), []
+    keys = ["observation", *acer.BEHAVIOUR, ("next", "observation"), ("next", "reward")]
+    for value in (0.0, bad):
+        for key in keys if acer is discrete else [*keys, "action"]:
+            batch[key][~batch["collector", "mask"]] = value
+        result = setting.loss(batch)
+        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
+    assert all(g.isfinite().all() for g in results[1][1])
+    torch.testing.assert_close(*results)
+
+
 @both
-def test_state_dict_has_the_average_policy(acer):
-    first, second, batch = setting_of(acer), setting_of(acer), acer.rows()
-    second.loss.load_state_dict(first.loss.state_dict())
-    expected, result = first.loss(batch), second.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert any(key.startswith("target_actor_network_params") for key in first.loss.state_dict())
+@pytest.mark.parametrize("weighted", [False, True])
+def test_nothing_is_valid(acer, weighted):
+    setting, batch = acer.Setting(), acer.rows()
+    batch["collector", "mask"] = torch.zeros(batch.shape, dtype=torch.bool)
+    if weighted:
+        batch["priority_weight"] = torch.rand(batch.shape, dtype=torch.float64)
+    result = setting.loss(batch)
+    assert all(value == 0 for value in result.values())
+    assert not any(g.any() for g in gradients(losses(result), setting.parameters))
+
+
+@both
+def test_any_number_of_batch_dimensions(acer):
+    setting, batch = setting_of(acer, reduction="none"), acer.rows()
+    expected = setting.loss(batch)
+    nested, single = batch.clone().reshape(2, 2, -1), batch[1].clone()
+    of_nested, of_single = setting.loss(nested), setting.loss(single)
+    for key in setting.loss._LOSSES:
+        torch.testing.assert_close(of_nested[key].reshape(batch.shape), expected[key])
+        torch.testing.assert_close(of_single[key], expected[key][1])
+    assert nested["td_error"].shape == nested.shape
+    assert single["td_error"].shape == single.shape
+    refuses(setting, batch[0, 0].exclude("td_error"), ValueError, r"\[\*B, T\]")
+
+
+# --- where gradients flow
+
+
+@both
+def test_only_the_networks_learn(acer):
+    setting, batch = acer.Setting(statistics=acer.STATISTICS[-1]), acer.rows()
+    keys = [*acer.BEHAVIOUR, ("next", "observation"), ("next", "reward")]
+    if acer is continuous:
+        keys.append("action")
+    for key in keys:
+        batch[key].requires_grad_()
+    result = setting.loss(batch)
+    # Q depends on continuous actions
+    (losses(result) - (0 if acer is discrete else result["loss_qvalue"])).backward()
+    assert all(batch[key].grad is None for key in keys)
+    assert not any(value.requires_grad for value in average_of(setting.loss).values(True, True))
+    assert not batch["td_error"].requires_grad
+    assert all(not result[key].requires_grad for key in setting.loss._DIAGNOSTICS)
+
+
+@both
+def test_actor_and_critic_learn_from_their_own_loss(acer):
+    """No gradient flows to the policy through sampled actions, or to the critic from the actor's loss."""
+    setting, batch = acer.Setting(statistics=acer.STATISTICS[-1]), acer.rows()
+    result = setting.loss(batch)
+    of_policy = list(setting.networks.actor().parameters())
+    of_critic = [p for p in setting.parameters if not any(p is q for q in of_policy)]
+    others = {"loss_actor": of_critic, "loss_entropy": of_critic, "loss_qvalue": of_policy}
+    if acer is continuous:
+        others["loss_value"] = of_policy + list(setting.networks.critic.advantage_net.parameters())
+    for key, of_others in others.items():
+        found = torch.autograd.grad(result[key], of_others, allow_unused=True, retain_graph=True)
+        assert found == (None,) * len(of_others)
+
+
+@both
+def test_gradcheck_where_nothing_is_constant(acer):
+    """The entropy, and the critic's loss if each step terminates, so that its return is the reward."""
+    setting, batch = acer.Setting(), acer.rows()[1:2]
+    batch["next", "done"].fill_(True)
+    batch["next", "terminated"].fill_(True)
+    fixed = torch.randn(*batch.shape, 4, continuous.ACTION, dtype=torch.float64)
+    setting.loss.sample_actions = lambda loc, scale, n: fixed
+
+    def evaluate(observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = setting.loss(batch.clone().set("observation", observation))
+        return result["loss_entropy"], result["loss_qvalue"]
+
+    assert torch.autograd.gradcheck(evaluate, batch["observation"].clone().requires_grad_())
+
+
+# --- state
 
 
 @both
@@ -143,6 +291,93 @@ def test_the_state_has_networks_average_policy_and_weights_of_losses(acer):
     incomplete = {key: value for key, value in state.items() if key != "entropy_coeff"}
     with pytest.raises(RuntimeError, match="entropy_coeff"):
         loss.load_state_dict(incomplete)
+    other, batch = setting_of(acer).loss, acer.rows()
+    other.load_state_dict(state)
+    expected, result = loss(batch), other(batch)
+    assert_same(result, expected)
+
+
+def pickled(loss: Any) -> Any:
+    return pickle.loads(pickle.dumps(loss))
+
+
+@pytest.mark.parametrize(
+    ("acer", "arguments", "duplicate"),
+    [
+        *((*layout, pickled) for layout in LAYOUTS),
+        # copy.deepcopy of TorchRL's loss modules does not preserve parameters that two modules share
+        *((*layout, copy.deepcopy) for layout in LAYOUTS if not has_shared_parameters(layout[1])),
+        (discrete, {"trunk": "hidden"}, copy.deepcopy),
+    ],
+    ids=name_of,
+)
+def test_copies(acer, arguments, duplicate):
+    setting, batch = acer.Setting(**arguments), acer.rows()
+    setting.loss.c = 0.75
+    twin = duplicate(setting.loss)
+    torch.manual_seed(1)
+    expected = setting.loss(batch)
+    torch.manual_seed(1)
+    result = twin(batch)
+    assert_same(result, expected)
+    mine, theirs = list(setting.loss.parameters()), list(twin.parameters())
+    assert len(theirs) == len(mine)
+    assert not {id(p) for p in mine} & {id(p) for p in theirs}
+    assert_same_gradients(gradients(losses(result), theirs), gradients(losses(expected), mine))
+    SoftUpdate(twin, eps=0.75).step()
+    twin.c, twin.entropy_coeff = 0.25, 2
+    assert (setting.loss.c, float(setting.loss.entropy_coeff)) == (0.75, 0.25)
+
+
+@each_layout
+def test_to_another_dtype(acer, arguments):
+    setting, batch = setting_of(acer, **arguments), acer.rows()
+    loss = setting.loss
+    expected = loss(batch)
+
+    def tensors() -> list[torch.Tensor]:
+        of_networks = (x for name in loss._network_names for x in getattr(loss, f"{name}_params").values(True, True))
+        return [*loss.parameters(), *average_of(loss).values(True, True), *of_networks]
+
+    def cast(dtype: torch.dtype) -> None:
+        before = tensors()
+        assert loss.to(dtype) is loss
+        after = tensors()
+        # shared parameters stay shared
+        assert [id(x) for x in before] == [id(x) for x in after]
+        assert {x.dtype for x in [*after, *loss.buffers()]} == {dtype}
+        assert not any(x.requires_grad for x in average_of(loss).values(True, True))
+
+    cast(torch.float32)
+    given = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+    result = loss(given)
+    for key, value in expected.items():
+        assert result[key].dtype == torch.float32
+        torch.testing.assert_close(result[key], value.float(), rtol=1e-4, atol=1e-5)
+    assert given["td_error"].dtype == torch.float32
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.zero_()
+    for _ in range(200):
+        setting.updater.step()
+    assert all(p.abs().max() < 1e-6 for p in average_of(loss).values(True, True))
+    cast(torch.float16)
+    cast(torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("acer", "arguments"),
+    [
+        (discrete, {"trunk": "hidden"}),
+        (continuous, {"statistics": continuous.BOTH, "distribution": TanhNormal}),
+        (continuous, {"statistics": continuous.BOTH, "distribution": TanhNormal, "returns": TIS}),
+    ],
+    ids=["discrete", "continuous", "truncated"],
+)
+def test_in_one_graph(acer, arguments):
+    setting = acer.Setting(**arguments)
+    batch = acer.rows(mask=True) if acer is discrete else acer.rows(mask=True, squashed=True)
+    assert_compiles(setting.loss, batch, setting.parameters)
 
 
 # --- assignments to arguments
@@ -163,10 +398,6 @@ ARGUMENTS = [
 ]
 
 
-def name_of(value: Any) -> str:
-    return value.__name__.rsplit("_", 1)[-1] if isinstance(value, ModuleType) else str(value)
-
-
 @pytest.mark.parametrize(("acer", "key", "value"), ARGUMENTS, ids=name_of)
 def test_assigned_arguments_are_those_of_the_constructor(acer, key, value):
     setting, other, batch = setting_of(acer), setting_of(acer, **{key: value}), acer.rows()
@@ -176,8 +407,7 @@ def test_assigned_arguments_are_those_of_the_constructor(acer, key, value):
     setattr(setting.loss, key, value)
     after = setting.loss(batch.clone())
     assert any(not torch.equal(before[name], x) for name, x in expected.items())
-    for name, x in expected.items():
-        assert torch.equal(after[name], x)
+    assert_same(after, expected)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +434,17 @@ def test_assigned_arguments_are_those_of_the_constructor(acer, key, value):
                 ("statistics", None, ValueError),
                 ("returns", "monte_carlo", ValueError),
                 ("reduction", "median", ValueError),
+                ("gamma", math.nan, ValueError),
+                ("c", "3", TypeError),
+                ("c", -1.0, ValueError),
+                ("delta", math.nan, ValueError),
             )
         ),
         (continuous, "value_coeff", -1.0, ValueError),
-        (continuous, "num_samples", 0, ValueError),
-        (continuous, "rho_power", 0.0, ValueError),
+        *((continuous, "num_samples", value, ValueError) for value in (0, 2.0, True)),
+        *((continuous, "rho_power", value, ValueError) for value in (0.0, math.inf)),
+        (continuous, "statistics", ("scale",), ValueError),
+        (discrete, "returns", TIS, ValueError),
         (continuous, "use_q_opc", "no", TypeError),
     ],
     ids=name_of,
@@ -269,8 +505,7 @@ def test_weights_of_losses_change_without_a_new_graph(acer):
     def compare() -> None:
         with torch.no_grad():
             expected, result = setting.loss(batch.clone()), compiled(batch.clone())
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value)
+        assert_same(result, expected, 1e-9)
 
     compare()
     weights = ["entropy_coeff", "critic_coeff", *(["value_coeff"] if acer is continuous else [])]
@@ -288,26 +523,29 @@ def test_weights_of_losses_change_without_a_new_graph(acer):
             compare()
 
 
-@both
-def test_none_is_the_mean(acer):
-    assert acer.Setting(reduction=None).loss.reduction == "mean"
-
-
 # --- networks and parameters
 
 
-@pytest.mark.parametrize(
-    ("acer", "arguments"),
-    [
-        *((discrete, {"trunk": trunk}) for trunk in ("apart", "modules", "hidden")),
-        *(
-            (continuous, {"dueling": dueling, "shared": shared})
-            for dueling in (True, False)
-            for shared in (True, False)
-        ),
-    ],
-    ids=name_of,
-)
+@each_layout
+def test_each_parameter_is_listed_once_and_is_that_of_the_network(acer, arguments):
+    count = (8 if acer is discrete else 14) - 2 * has_shared_parameters(arguments)
+    setting, batch = setting_of(acer, **arguments), acer.rows()
+    parameters = list(setting.loss.parameters())
+    assert len(parameters) == len({id(x) for x in parameters}) == len(dict(setting.loss.named_parameters())) == count
+    assert {id(x) for x in parameters} == {id(x) for x in setting.parameters}
+    assert all(isinstance(x, nn.Parameter) for x in parameters)
+    before = [x.detach().clone() for x in setting.parameters]
+    average = [x.clone() for x in average_of(setting.loss).values(True, True)]
+    optimizer = torch.optim.SGD(setting.loss.parameters(), lr=0.1)
+    losses(setting.loss(batch)).backward()
+    optimizer.step()
+    # the last bias of a dueling network's advantages has no effect
+    changed = [not torch.equal(x, y) for x, y in zip(before, setting.parameters, strict=True)]
+    assert sum(changed) >= count - 1
+    assert all(torch.equal(x, y) for x, y in zip(average, average_of(setting.loss).values(True, True), strict=True))
+
+
+@each_layout
 def test_reset_parameters(acer, arguments):
     setting, batch = setting_of(acer, **arguments), acer.rows()
     loss, parameters = setting.loss, list(setting.loss.parameters())
@@ -333,7 +571,7 @@ def test_reset_parameters(acer, arguments):
 
 @both
 def test_reset_parameters_without_an_updater(acer):
-    loss = without_updater(acer)
+    loss = acer.loss_of(acer.Networks(), updated=False)
     before = [x.clone() for x in loss.parameters()]
     loss.reset_parameters_recursive()
     assert not any(torch.equal(x, y) for x, y in zip(before, loss.parameters(), strict=True))
@@ -388,55 +626,6 @@ def test_stateful_networks(acer):
     assert not torch.equal(setting.loss(batch)["loss_qvalue"], expected["loss_qvalue"])
 
 
-@pytest.mark.parametrize(
-    ("acer", "arguments", "count"),
-    [
-        (discrete, {}, 8),
-        (discrete, {"trunk": "modules"}, 6),
-        (discrete, {"trunk": "hidden"}, 6),
-        (continuous, {}, 14),
-        (continuous, {"shared": True}, 12),
-        (continuous, {"dueling": False, "shared": True}, 12),
-    ],
-    ids=name_of,
-)
-def test_each_parameter_is_listed_once_and_is_that_of_the_network(acer, arguments, count):
-    setting, batch = setting_of(acer, **arguments), acer.rows()
-    parameters = list(setting.loss.parameters())
-    assert len(parameters) == len({id(x) for x in parameters}) == len(dict(setting.loss.named_parameters())) == count
-    assert {id(x) for x in parameters} == {id(x) for x in setting.parameters}
-    before = [x.detach().clone() for x in setting.parameters]
-    average = [x.clone() for x in average_of(setting.loss).values(True, True)]
-    optimizer = torch.optim.SGD(setting.loss.parameters(), lr=0.1)
-    losses(setting.loss(batch)).backward()
-    optimizer.step()
-    # the last bias of a dueling network's advantages has no effect
-    changed = [not torch.equal(x, y) for x, y in zip(before, setting.parameters, strict=True)]
-    assert sum(changed) >= count - 1
-    assert all(torch.equal(x, y) for x, y in zip(average, average_of(setting.loss).values(True, True), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("arguments", [{}, {"shared": True}], ids=["apart", "shared"])
-@both
-def test_casts_reach_all_tensors_and_keep_their_identity(acer, arguments, dtype):
-    if acer is discrete and arguments:
-        arguments = {"trunk": "modules"}
-    loss = acer.Setting(**arguments).loss
-
-    def tensors() -> list[torch.Tensor]:
-        of_networks = (x for name in loss._network_names for x in getattr(loss, f"{name}_params").values(True, True))
-        return [*loss.parameters(), *average_of(loss).values(True, True), *of_networks]
-
-    before = tensors()
-    assert loss.to(dtype) is loss
-    after = tensors()
-    assert [id(x) for x in before] == [id(x) for x in after]
-    assert {x.dtype for x in [*after, *loss.buffers()]} == {dtype}
-    assert all(isinstance(x, nn.Parameter) for x in loss.parameters())
-    assert not any(x.requires_grad for x in average_of(loss).values(True, True))
-
-
 @both
 def test_parameters_of_the_average_policy_are_buffers(acer):
     loss = setting_of(acer).loss
@@ -453,7 +642,7 @@ def test_parameters_of_the_average_policy_are_buffers(acer):
 @both
 @pytest.mark.parametrize("updater", [lambda loss: SoftUpdate(loss, eps=0.75), HardUpdate])
 def test_a_missing_updater_of_the_average_policy_is_a_warning(acer, updater):
-    loss, batch = without_updater(acer), acer.rows()
+    loss, batch = acer.loss_of(acer.Networks(), updated=False), acer.rows()
     with pytest.warns(UserWarning, match="No target network updater"):
         _ = loss.target_actor_network_params
     with pytest.warns(UserWarning, match="No target network updater"):
@@ -477,8 +666,13 @@ def test_keys_are_set_and_restored(acer):
     assert vars(other.tensor_keys) == names
     loss.set_keys(**dict.fromkeys(names))
     assert vars(loss.tensor_keys) == names
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match=r"unknown.*not an accepted"):
         loss.set_keys(unknown="entry")
+    with pytest.raises(AttributeError, match="set_keys"):
+        loss.in_keys = ["observation"]
+    for ask in (loss.make_value_estimator, lambda: loss.value_estimator):
+        with pytest.raises(NotImplementedError, match="gamma=, lmbda=, returns="):
+            ask()
 
 
 @both
@@ -489,31 +683,13 @@ def test_the_loss_reads_its_in_keys_and_writes_its_out_keys(acer):
     given = batch.select(*setting.loss.in_keys)
     expected, result = setting.loss(batch), setting.loss(given)
     assert list(result.keys()) == setting.loss.out_keys
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-        assert value.shape == () and value.requires_grad == key.startswith("loss_")
+    assert_same(result, expected)
+    assert all(x.shape == () and x.requires_grad == key.startswith("loss_") for key, x in result.items())
     assert set(given.keys(True, True)) == {*setting.loss.in_keys, "td_error"}
     for key in setting.loss.in_keys:
-        with pytest.raises(KeyError, match=flat(key).rsplit("_", 1)[-1]):
-            setting.loss(batch.exclude(key))
-
-
-@both
-def test_in_keys_follow_set_keys(acer):
-    setting, batch = setting_of(acer), acer.rows()
-    expected = setting.loss(batch.clone())
-    names = {"action": ("agent", "action"), "reward": "payment", "done": "end", "terminated": ("agent", "final")}
-    for name, key in names.items():
-        prefix = () if name == "action" else ("next",)
-        batch.rename_key_((*prefix, name), (*prefix, *((key,) if isinstance(key, str) else key)))
-    setting.loss.set_keys(**names, priority=("agent", "error"))
-    assert {("agent", "action"), ("next", "payment"), ("next", "end"), ("next", "agent", "final")} <= {
-        *setting.loss.in_keys
-    }
-    result = setting.loss(batch)
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-    assert batch["agent", "error"].shape == batch.shape
+        author = "policy" if key in ("action", *acer.BEHAVIOUR) else "environment"
+        words = rf"{type(setting.loss).__name__}: the batch has no entry .*{flat(key).rsplit('_', 1)[-1]}.*{author}"
+        refuses(setting, batch.exclude(key, "td_error"), KeyError, words)
 
 
 @both
@@ -525,6 +701,36 @@ def test_selected_out_keys(acer):
     loss_qvalue, kl = setting.loss(**tensors)
     assert torch.equal(loss_qvalue, expected["loss_qvalue"]) and torch.equal(kl, expected["kl"])
     assert set(setting.loss(batch).keys()) == {"loss_qvalue", "kl"}
+
+
+@both
+def test_keys_of_ones_own(acer):
+    expected_setting, batch = setting_of(acer), acer.rows(mask=True)
+    setting, observation = copy.copy(expected_setting), ("agent", "observation")
+    setting.loss = loss = acer.with_own_keys(setting.networks, observation)
+    if acer is continuous:
+        continuous.sample_the_same(setting)
+    loss.set_keys(action="move", reward=("agent", "reward"), done="over", terminated="lost", priority=("replay", "x"))
+    loss.loss_mask_key = "real"
+    SoftUpdate(loss, eps=0.75)
+    set_average(loss, expected_setting.average.actor(observation))
+    following = {"observation": batch["next", "observation"], "reward": batch["next", "reward"]}
+    renamed = TensorDict(
+        {
+            "agent": {"observation": batch["observation"]},
+            "mu": {key: batch[key] for key in acer.BEHAVIOUR},
+            "move": batch["action"],
+            "real": batch["collector", "mask"].unsqueeze(-1),
+            "next": {"agent": following, "over": batch["next", "done"], "lost": batch["next", "terminated"]},
+        },
+        batch.shape,
+    )
+    before = set(renamed.keys(True, True))
+    assert set(loss.in_keys) == before - {"real"}
+    result, expected = loss(renamed), expected_setting.loss(batch)
+    assert set(renamed.keys(True, True)) == before | {("replay", "x")}
+    assert torch.equal(renamed["replay", "x"], batch["td_error"])
+    assert_same(result, expected)
 
 
 # --- the call
@@ -552,9 +758,8 @@ def test_a_mask_of_another_name_or_none(acer):
     ignored = setting.loss(batch.clone())
     setting.loss.loss_mask_key = ("my", "mask")
     result = setting.loss(batch.exclude("collector").set(("my", "mask"), valid))
-    for key, value in expected.items():
-        assert torch.equal(result[key], value)
-        assert torch.equal(ignored[key], everything[key])
+    assert_same(result, expected)
+    assert_same(ignored, everything)
     assert not torch.equal(expected["loss_qvalue"], everything["loss_qvalue"])
 
 
@@ -574,11 +779,7 @@ class Recorder(nn.Module):
 def test_networks_do_not_explore_in_the_loss(acer):
     networks, batch, recorder = acer.Networks(), acer.rows(), Recorder()
     networks.trunk.append(recorder)
-    if acer is discrete:
-        loss = ACERLoss(networks.actor(), networks.critic())
-    else:
-        loss = ACERContinuousLoss(networks.actor(), networks.critic)
-    SoftUpdate(loss, eps=0.75)
+    loss = acer.loss_of(networks)
     for mode in (ExplorationType.DETERMINISTIC, ExplorationType.MODE):
         loss.deterministic_sampling_mode = mode
         with set_exploration_type(ExplorationType.RANDOM):
@@ -592,28 +793,46 @@ def test_networks_do_not_explore_in_the_loss(acer):
 def test_networks_with_random_layers(acer):
     networks, batch = acer.Networks(), acer.rows()
     networks.trunk.append(nn.Dropout(0.5))
-    actor = networks.actor()
-    loss = ACERLoss(actor, networks.critic()) if acer is discrete else ACERContinuousLoss(actor, networks.critic)
-    SoftUpdate(loss, eps=0.75)
+    loss = acer.loss_of(networks)
     assert loss.vmap_randomness == "different"
     assert not torch.equal(loss(batch)["entropy"], loss(batch)["entropy"])
     assert losses(loss(batch)).isfinite()
 
 
-@both
-def test_the_loss_has_no_value_estimator(acer):
-    loss = acer.Setting().loss
-    for ask in (loss.make_value_estimator, lambda: loss.value_estimator):
-        with pytest.raises(NotImplementedError, match="gamma=, lmbda=, returns="):
-            ask()
+# --- bad input
 
 
-@both
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_assigned_arguments_are_copied(acer, duplicate):
-    loss = acer.Setting().loss
-    loss.c, loss.entropy_coeff = 0.75, 0.5
-    twin = duplicate(loss)
-    assert (twin.c, float(twin.entropy_coeff)) == (0.75, 0.5)
-    twin.c, twin.entropy_coeff = 0.25, 2
-    assert (loss.c, float(loss.entropy_coeff)) == (0.75, 0.5)
+def zeros(*shape: int) -> Any:
+    return lambda value: torch.zeros(shape, dtype=torch.bool if value is None else value.dtype)
+
+
+@pytest.mark.parametrize(
+    ("acer", "key", "change", "error", "words"),
+    [
+        *(
+            (acer, *case)
+            for acer in (discrete, continuous)
+            for case in (
+                (("next", "reward"), zeros(4, 9), ValueError, r"\(4, 9\), expected \(4, 9, 1\).*environment"),
+                (("next", "done"), zeros(4, 9, 2), ValueError, r"\(4, 9, 2\), expected \(4, 9, 1\).*environment"),
+                (("next", "terminated"), zeros(4, 9), ValueError, r"\(4, 9\), expected \(4, 9, 1\).*environment"),
+                (("collector", "mask"), zeros(4, 9, 2), ValueError, r"\(4, 9, 2\), expected \(4, 9\).*sampler"),
+                (("collector", "mask"), lambda _: torch.zeros(4, 9), TypeError, "float32.*bool.*sampler"),
+                (("collector", "mask"), lambda _: torch.zeros(4, 9).long(), TypeError, "int64.*bool.*sampler"),
+                ("priority_weight", zeros(4, 9, 2), ValueError, r"\(4, 9, 2\), expected \(4, 9\).*sampler"),
+                ("steps_to_next_obs", zeros(4, 9, 1), ValueError, "span several steps"),
+            )
+        ),
+        (discrete, "logits", zeros(4, 9, 5), ValueError, r"\(4, 9, 5\), expected \(4, 9, 4\).*collector"),
+        (discrete, "action", zeros(4, 9, 5), ValueError, r"\(4, 9, 5\).*indices.*one-hot.*policy"),
+        (continuous, "loc", zeros(4, 9, 3), ValueError, r"\(4, 9, 3\), expected \(4, 9, 2\).*collector"),
+        (continuous, "scale", zeros(4, 9), ValueError, r"\(4, 9\), expected \(4, 9, 2\).*collector"),
+        (continuous, "action", zeros(4, 9, 3), ValueError, r"\(4, 9, 3\).*expected.*\(4, 9, 2\).*policy"),
+        (continuous, "action", lambda value: value.long(), ValueError, "int64.*real numbers"),
+    ],
+    ids=name_of,
+)
+def test_entries_of_another_shape_or_type(acer, key, change, error, words):
+    setting, batch = acer.Setting(), acer.rows()
+    batch[key] = change(batch.get(key, None))
+    refuses(setting, batch, error, f"{flat(key).rsplit('_', 1)[-1]}.*{words}")

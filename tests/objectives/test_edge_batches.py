@@ -16,8 +16,7 @@ from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives import test_retrace_estimator as estimator
-from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss, TrajectoryRetraceSampler
 from torchrl_replay_ext.functional import (
     gaussian_policy_kl,
     importance_ratio,
@@ -89,14 +88,6 @@ def test_collectors_store_zeros_for_random_frames():
 
 
 # --- transitions of several steps
-
-
-@pytest.mark.parametrize("module", [discrete, continuous])
-def test_transitions_of_several_steps_are_refused(module):
-    setting, batch = module.Setting(), module.rows()
-    batch["steps_to_next_obs"] = torch.full((*batch.shape, 1), 3)
-    with pytest.raises(ValueError, match="span several steps"):
-        setting.loss(batch)
 
 
 # --- probabilities
@@ -178,32 +169,6 @@ def test_half_precision_stays_finite(statistics, c):
 # --- masks
 
 
-@pytest.mark.parametrize("module", [discrete, continuous])
-def test_no_valid_step_with_weights(module):
-    setting, batch = module.Setting(), module.rows(mask=True)
-    batch["priority_weight"] = torch.rand(batch.shape, dtype=torch.float64)
-    batch["collector", "mask"] = torch.zeros_like(batch["collector", "mask"])
-    assert all(setting.loss(batch)[key] == 0 for key in setting.loss._LOSSES)
-
-
-@pytest.mark.parametrize(
-    ("mask", "error", "words"),
-    [
-        (torch.ones(4, 5), TypeError, "must be bool"),
-        (torch.ones(4, 5, 1, dtype=torch.int64), TypeError, "must be bool"),
-        (torch.ones(4, 5, 2, dtype=torch.bool), ValueError, r"has shape \(4, 5, 2\), expected \(4, 5\)"),
-    ],
-)
-def test_masks_of_another_kind(mask, error, words):
-    batch = estimator.experience(4, 5)
-    batch["collector", "mask"] = mask
-    retrace_estimator = RetraceEstimator(
-        gamma=0.9, value_network=estimator.critic(), actor_network=estimator.actor(), policy="actor"
-    )
-    with pytest.raises(error, match=words):
-        retrace_estimator.value_estimate(batch)
-
-
 # --- arguments
 
 
@@ -219,12 +184,6 @@ def test_discounts_out_of_range(gamma):
     for call in calls:
         with pytest.raises(ValueError, match="gamma must be in"):
             call()
-
-
-@pytest.mark.parametrize(("key", "value"), [("trust_region", "False"), ("c", "3"), ("gamma", None), ("delta", "1")])
-def test_arguments_of_another_type(key, value):
-    with pytest.raises(TypeError, match=rf"ACERLoss\({key}="):
-        discrete.Setting(**{key: value})
 
 
 def test_divergence_of_invalid_differences():

@@ -51,6 +51,12 @@ def actor(network=None, distribution=Categorical, in_key="observation", **argume
     return ProbabilisticActor(module, in_keys=["logits"], distribution_class=distribution, **arguments)
 
 
+def estimator_of(value=None, pi=None, **arguments):
+    """An estimator for networks of Q and π, or the greedy policy."""
+    of_pi = {"policy": "greedy"} if pi is None else {"actor_network": actor(pi)}
+    return RetraceEstimator(**{"gamma": GAMMA, "value_network": critic(value), **of_pi, **arguments})
+
+
 def experience(*shape, seed=0):
     """Rows [*shape] of a random policy, with terminated and truncated episodes."""
     g = torch.Generator().manual_seed(seed)
@@ -99,6 +105,10 @@ def naive(batch, value, policy=None, *, lmbda=1.0, c=1.0, power=1.0):
     return result
 
 
+def assert_near(result, expected):
+    assert result.sub(expected).abs().max() < 1e-10
+
+
 def expected_value(x, value, policy=None):
     q = value(x)
     return (q.max(-1).values if policy is None else (policy(x).softmax(-1) * q).sum(-1)).unsqueeze(-1).detach()
@@ -122,13 +132,13 @@ def test_targets_and_advantages_against_a_loop(policy, lmbda, c, power):
         policy=policy,
     )
     expected = naive(batch, value, pi, lmbda=lmbda, c=c, power=power)
-    assert estimator.value_estimate(batch.clone()).sub(expected).abs().max() < 1e-10
+    assert_near(estimator.value_estimate(batch.clone()), expected)
     kept = batch.clone()
     result = estimator(batch)
     assert result is batch
-    assert batch["value_target"].sub(expected).abs().max() < 1e-10
+    assert_near(batch["value_target"], expected)
     advantage = expected - expected_value(batch["observation"], value, pi)
-    assert batch["advantage"].sub(advantage).abs().max() < 1e-10
+    assert_near(batch["advantage"], advantage)
     assert batch["advantage"].shape == batch["value_target"].shape == (3, 9, 1)
     # nothing else is written or changed
     assert (batch.exclude("value_target", "advantage") == kept).all()
@@ -150,7 +160,7 @@ def test_index_and_one_hot_actions(action, distribution):
         "one-hot float": one_hot.to(torch.float32),
     }[action]
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi, distribution))
-    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+    assert_near(estimator.value_estimate(batch), expected)
 
 
 def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
@@ -159,7 +169,7 @@ def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
     logits = behaviour(batch["observation"]).detach()
     batch["action_log_prob"] = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
     expected = naive(batch, value, pi)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     for changed in (
         {"action_log_prob": batch["action_log_prob"].unsqueeze(-1)},
         {"action_log_prob": None, "logits": logits - 7},
@@ -168,16 +178,16 @@ def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
     ):
         other = batch.clone().update({k: v for k, v in changed.items() if v is not None})
         other = other.exclude(*(k for k, v in changed.items() if v is None))
-        assert estimator.value_estimate(other).sub(expected).abs().max() < 1e-10
+        assert_near(estimator.value_estimate(other), expected)
     batch["mu", "probs"] = logits.softmax(-1)
     del batch["action_log_prob"]
     estimator.set_keys(behaviour=("mu", "probs"))
-    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+    assert_near(estimator.value_estimate(batch), expected)
 
 
 def test_any_batch_shape_and_time_dimension():
     value, pi, batch = mlp(), mlp(), experience(6, 5)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     expected = naive(batch, value, pi)
 
     def same(result, shape):
@@ -188,7 +198,7 @@ def test_any_batch_shape_and_time_dimension():
     across = batch.transpose(0, 1).contiguous()
     for time_dim in (0, -2):
         assert same(estimator.value_estimate(across, time_dim=time_dim), lambda x: x.transpose(0, 1))
-        fixed = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), time_dim=time_dim)
+        fixed = estimator_of(value, pi, time_dim=time_dim)
         assert same(fixed(across.clone())["value_target"], lambda x: x.transpose(0, 1))
     named = TensorDict(across.to_dict(), across.shape, names=["time", None])
     assert same(estimator(named)["value_target"], lambda x: x.transpose(0, 1))
@@ -196,7 +206,7 @@ def test_any_batch_shape_and_time_dimension():
 
 def test_a_transition_is_td_0():
     value, pi, batch = mlp(), mlp(), experience(7, 1)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     v = expected_value(batch["next", "observation"], value, pi).masked_fill(batch["next", "terminated"], 0.0)
     assert estimator.value_estimate(batch).sub(batch["next", "reward"] + GAMMA * v).abs().max() < 1e-12
 
@@ -223,7 +233,7 @@ def test_actions_that_are_not_allowed():
         estimator = RetraceEstimator(
             gamma=GAMMA, value_network=critic(Masked(value, fill)), actor_network=actor(pi, distribution)
         )
-        assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+        assert_near(estimator.value_estimate(batch), expected)
 
 
 # --- parameters
@@ -237,9 +247,9 @@ def test_which_parameters_are_used_for_what():
 
     def check(result, target, value):
         expected = naive(batch, nets[target], pi)
-        assert result["value_target"].sub(expected).abs().max() < 1e-10
+        assert_near(result["value_target"], expected)
         advantage = expected - expected_value(batch["observation"], nets[value], pi)
-        assert result["advantage"].sub(advantage).abs().max() < 1e-10
+        assert_near(result["advantage"], advantage)
 
     check(estimator(batch.clone()), "own", "own")
     check(estimator(batch.clone(), params=of["params"]), "params", "params")
@@ -247,12 +257,12 @@ def test_which_parameters_are_used_for_what():
     check(estimator(batch.clone(), target_params=of["target"]), "target", "own")
     for target, arguments in (("own", {}), ("target", {"target_params": of["target"]})):
         result = estimator.value_estimate(batch, **arguments)
-        assert result.sub(naive(batch, nets[target], pi)).abs().max() < 1e-10
+        assert_near(result, naive(batch, nets[target], pi))
 
 
 def test_next_values_may_be_given():
     value, pi, batch = mlp(), mlp(), experience(3, 1)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     given = torch.randn(3, 1, 1, dtype=torch.float64)
     expected = batch["next", "reward"] + GAMMA * given.masked_fill(batch["next", "terminated"], 0.0)
     torch.testing.assert_close(estimator.value_estimate(batch, next_value=given), expected)
@@ -267,10 +277,9 @@ def test_gradients(policy):
     flags = [p.requires_grad for p in value.parameters()]
     batch["next", "reward"].requires_grad_()
     for differentiable in (False, True):
-        estimator = RetraceEstimator(
-            gamma=GAMMA,
-            value_network=critic(value),
-            actor_network=actor(pi),
+        estimator = estimator_of(
+            value,
+            pi,
             policy=policy,
             differentiable=differentiable,
         )
@@ -293,9 +302,7 @@ def test_gradients(policy):
 @pytest.mark.parametrize("policy", ["actor", "greedy"])
 def test_terminal_observations_may_be_anything(bad, policy):
     value, pi, batch = mlp(), mlp(), experience(3, 9)
-    estimator = RetraceEstimator(
-        gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), policy=policy, differentiable=True
-    )
+    estimator = estimator_of(value, pi, policy=policy, differentiable=True)
     params, results = TensorDict.from_module(critic(value)), []
     for observation in (0.0, bad):
         batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = observation
@@ -309,13 +316,13 @@ def test_masked_steps_end_a_trajectory(mask_shape):
     value, pi, batch = mlp(), mlp(), experience(4, 9)
     lengths = torch.tensor([9, 5, 1, 8])
     valid = torch.arange(9) < lengths.unsqueeze(-1)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     expected = [naive(batch[i : i + 1, :length], value, pi)[0] for i, length in enumerate(lengths.tolist())]
     batch["collector", "mask"] = valid.reshape(mask_shape)
     batch["next", "reward"][~valid] = math.nan
     result = estimator(batch)["value_target"]
     for row, length, of_row in zip(result, lengths.tolist(), expected, strict=True):
-        assert row[:length].sub(of_row).abs().max() < 1e-10
+        assert_near(row[:length], of_row)
     # if all steps are valid, the mask has no effect
     batch = experience(4, 9)
     kept = estimator.value_estimate(batch)
@@ -333,9 +340,7 @@ def test_masked_steps_may_hold_anything(bad, policy, mu_key):
     if mu_key == "logits":
         batch["logits"] = torch.randn(4, 9, ACTIONS, dtype=torch.float64)
         del batch["action_log_prob"]
-    estimator = RetraceEstimator(
-        gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), policy=policy, differentiable=True
-    )
+    estimator = estimator_of(value, pi, policy=policy, differentiable=True)
     params, results = TensorDict.from_module(critic(value)), []
     for content in (0.0, bad):
         for key in ("observation", mu_key, ("next", "observation"), ("next", "reward")):
@@ -408,7 +413,7 @@ def test_keys():
         advantage=("agent", "advantage"),
         value="ignored",
     )
-    assert estimator(renamed)["target"].sub(expected).abs().max() < 1e-10
+    assert_near(estimator(renamed)["target"], expected)
     assert renamed["agent", "advantage"].shape == (3, 9, 1)
     assert estimator.out_keys == [("agent", "advantage"), "target"]
     assert estimator.in_keys == [
@@ -426,7 +431,7 @@ def test_keys():
 
 def test_dispatch():
     value, pi, batch = mlp(), mlp(), experience(3, 9)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), actor_network=actor(pi))
+    estimator = estimator_of(value, pi)
     entries = {key if isinstance(key, str) else "_".join(key): batch[key] for key in estimator.in_keys}
     advantage, target = estimator(**entries)
     expected = estimator(batch)
@@ -441,9 +446,7 @@ def test_skip_existing():
     batch["action_value"] = other(batch["observation"]).detach()
     batch["next", "action_value"] = other(batch["next", "observation"]).detach()
     for skip_existing in (True, None, False):
-        estimator = RetraceEstimator(
-            gamma=GAMMA, value_network=critic(value), actor_network=actor(pi), skip_existing=skip_existing
-        )
+        estimator = estimator_of(value, pi, skip_existing=skip_existing)
         same = estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
         assert bool(same) is (skip_existing is True)
 
@@ -504,7 +507,7 @@ def test_for_a_loss_with_an_actor():
         loss = OwnLoss(actor(pi, return_log_prob=True), state_value, functional=functional)
         estimator = build_value_estimator(loss, "retrace", value_network=critic(value), gamma=GAMMA)
         for _ in range(2):
-            assert estimator.value_estimate(batch).sub(naive(batch, value, pi)).abs().max() < 1e-10
+            assert_near(estimator.value_estimate(batch), naive(batch, value, pi))
             # change the parameters of the actor
             with torch.no_grad():
                 pi[2].weight.mul_(-1)
@@ -563,7 +566,7 @@ OTHER_LOSSES = {
 @pytest.mark.parametrize("name", OTHER_LOSSES)
 def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name):
     loss = OTHER_LOSSES[name]()
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
+    estimator = estimator_of()
     says = rf"{name}\.make_value_estimator\(RetraceEstimator\).*supports DQNLoss.*{name} does not pass.*ACERLoss"
     for present in (False, True):
         if present:
@@ -585,7 +588,7 @@ def test_subclasses_of_dqn_loss_and_other_modules_may_hold_the_estimator():
         pass
 
     loss = OwnDQNLoss(critic(), action_space="categorical")
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy")
+    estimator = estimator_of()
     loss.make_value_estimator(estimator)
     assert loss.value_estimator is estimator
     assert nn.ModuleList([estimator])[0] is estimator
@@ -672,7 +675,7 @@ def test_a_network_that_replaces_the_actions_taken():
     assert (
         estimator(qvalue_actor(batch.clone()).detach().update(batch))["value_target"].sub(expected).abs().max() < 1e-10
     )
-    assert estimator.value_estimate(batch).sub(expected).abs().max() < 1e-10
+    assert_near(estimator.value_estimate(batch), expected)
     # the first module writes values only; the loss must have the same module
     mixed, _ = dqn(qvalue_actor, policy="greedy")
     mixed.make_value_estimator(RetraceEstimator(gamma=0.9, value_network=qvalue_actor[0], policy="greedy"))
@@ -827,6 +830,7 @@ def broken(**changes):
         ),
         ({"action": lambda x: x.double()}, ValueError, r"'action' has shape \(3, 9\) and dtype torch.float64"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
+        ({"action": lambda x: x - 1}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
         ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
         ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', so its transitions"),
@@ -852,7 +856,7 @@ def test_a_batch_without_time():
         ({"lmbda": -0.1}, r"\(lmbda=-0.1\): lmbda must be in \[0, 1\]"),
         ({"rho_thresh": -1.0}, r"\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
         ({"rho_power": 0.0}, r"\(rho_power=0.0\): rho_power must be > 0 and finite"),
-        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be one of actor, greedy"),
+        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be 'actor' or 'greedy'"),
     ],
 )
 def test_arguments_out_of_range(arguments, message):

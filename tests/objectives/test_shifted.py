@@ -23,7 +23,8 @@ from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, dqn, e
 from tests.objectives.trajectories import (
     assert_agrees,
     assert_compiles,
-    assert_same_gradients,
+    assert_same,
+    assert_same_gradients_of,
     gradients,
     losses,
 )
@@ -85,11 +86,8 @@ def states_evaluated(network: nn.Module) -> Iterator[list[int]]:
 def test_slices_have_the_losses_of_two_passes(acer, mask, returns):
     setting, batch = setting_of(acer, returns=returns), slices(acer, mask=mask)
     expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
-    for key, value in expected.items():
-        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
-    assert_same_gradients(
-        gradients(losses(result), setting.parameters), gradients(losses(expected), setting.parameters), 1e-12
-    )
+    assert_same(result, expected, 1e-12)
+    assert_same_gradients_of(result, expected, setting, 1e-12)
 
 
 @pytest.mark.parametrize("trunk", ["apart", "hidden", "modules"])
@@ -125,8 +123,7 @@ def test_samples_of_the_sampler_have_the_losses_of_two_passes(acer):
     batch = buffer.sample().reshape(-1, 5)
     assert 0.2 < batch["collector", "mask"].double().mean() < 0.9
     expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
-    for key, value in expected.items():
-        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-10)
+    assert_same(result, expected, 1e-10)
 
 
 @both
@@ -135,12 +132,10 @@ def test_any_number_of_batch_dimensions(acer):
     expected = setting.loss(batch.clone(), shifted=True)
     for shaped in (batch.reshape(2, 2, TIME), batch.reshape(1, 4, TIME)):
         result = setting.loss(shaped, shifted=True)
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+        assert_same(result, expected, 1e-12)
     for rows in (batch[:, :1], batch[2]):
         result, expected = setting.loss(rows, shifted=True), setting.loss(rows)
-        for key, value in expected.items():
-            torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+        assert_same(result, expected, 1e-12)
 
 
 @both
@@ -149,8 +144,7 @@ def test_rounding_of_a_transform_changes_nothing(acer):
     expected = setting.loss(batch.clone())
     batch["next", "observation"] *= 1 + 1e-15
     result = setting.loss(batch, shifted=True)
-    for key, value in expected.items():
-        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-10)
+    assert_same(result, expected, 1e-10)
 
 
 @both
@@ -218,8 +212,7 @@ def test_terminations_inside_rows_need_no_further_pass(acer):
     batch["next", "done"][2, 2] = batch["next", "terminated"][2, 2] = True
     batch["next", "observation"][2, 2] = torch.nan
     expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
-    for key, value in expected.items():
-        torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
+    assert_same(result, expected, 1e-12)
     assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
 
 

@@ -6,24 +6,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributions import Independent, Normal, kl_divergence
-from torchrl.modules import IndependentNormal, TanhNormal
+from torch.distributions import Independent, Normal
+from torchrl.modules import TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives.test_acer import Setting as DiscreteSetting
-from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, rows
+from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, policy_step, rows
 from tests.objectives.test_shifted import slices
 from tests.objectives.trajectories import (
     Sums,
     assert_agrees,
-    assert_compiles,
     assert_same_gradients,
     episodes,
     gradients,
     losses,
-    project,
-    set_average,
 )
 from torchrl_replay_ext import ACERContinuousLoss
 
@@ -60,30 +56,13 @@ def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:
             weight = min(loss.c, math.prod(rho[t + i].exp().item() for i in range(k)))
             target = sum(loss.gamma**i * steps[t + i]["next", "reward"].item() for i in range(k))
             target += loss.gamma**k * bootstrap
-            loc, scale = networks.policy(step["observation"])
             v = v_of(step["observation"])
-            live = loc if loss.statistics == LOC else torch.cat([loc, scale])
-            phi = live.detach().requires_grad_()
-            parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.chunk(2)
-            g = (
-                weight
-                * (target - v.item())
-                * torch.autograd.grad(gaussian(*parameters).log_prob(a), phi, retain_graph=True)[0]
-            )
-            mean = gaussian(*(x.detach() for x in setting.average.policy(step["observation"])))
-            divergence = kl_divergence(mean, gaussian(*parameters))
-            (gradient,) = torch.autograd.grad(divergence, phi)
-            z = project(g, gradient, loss.delta) if loss.trust_region else g
-            sums.backpropagate("loss_actor", live, -z)
+            policy_step(setting, step, sums, [(a, weight * (target - v.item()))], gaussian)
             sums.backpropagate("loss_value", v, -2 * loss.value_coeff.item() * weight * (target - v.item()))
-            sums.backpropagate("loss_entropy", Normal(loc, scale).entropy().sum(), -loss.entropy_coeff.item())
-            sums.add("loss_actor", -(live @ z))
             sums.add("loss_qvalue", 0.0)
             sums.add("loss_value", loss.value_coeff.item() * weight * (target - v.item()) ** 2)
-            sums.add("kl", divergence)
             sums.add("rho", weight)
             sums.add("bc_weight", 0.0)
-            sums.add("tr_active", float(not torch.equal(z, g)))
     return sums.means(count)
 
 
@@ -176,50 +155,8 @@ def test_neither_q_learns_nor_are_actions_drawn():
     assert not any(g.any() for g in gradients(losses(result), advantage))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_masked_steps_may_hold_anything(bad):
-    setting, batch = setting_of(shared=True), rows(mask=True)
-    results = []
-    for value in (0.0, bad):
-        for key in ("observation", "action", "loc", "scale", ("next", "observation"), ("next", "reward")):
-            batch[key][~batch["collector", "mask"]] = value
-        result = setting.loss(batch)
-        results.append((dict(result.items()), gradients(losses(result), setting.parameters), batch["td_error"]))
-    assert all(g.isfinite().all() for g in results[1][1])
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("kind", [IndependentNormal, TanhNormal])
-@pytest.mark.parametrize("c", [5.0, math.inf])
-def test_float32_of_policies_far_apart(kind, c):
-    """Actions at the bounds; policy, average policy and behaviour policy are many standard deviations apart."""
-    setting, batch = setting_of(c=c, statistics=BOTH, distribution=kind), rows(squashed=True)
-    setting.loss.to(torch.float32)
-    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
-    batch["next", "observation"].nan_to_num_()
-    batch["action"][0], batch["action"][1] = 1.0, -1.0
-    batch["loc"][2] += 100 * batch["scale"][2]
-    batch["scale"][3] *= 1e-3
-    with torch.no_grad():
-        setting.average.head.mean.bias += 50
-    set_average(setting.loss, setting.average.actor())
-    result = setting.loss(batch)
-    assert all(value.dtype == torch.float32 and value.isfinite() for value in result.values())
-    assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
-
-
-def test_in_one_graph():
-    setting, batch = setting_of(statistics=BOTH, distribution=TanhNormal), rows(mask=True, squashed=True)
-    assert_compiles(setting.loss, batch, setting.parameters)
-
-
 def test_values_of_another_shape():
     loss = ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS)
     SoftUpdate(loss, eps=0.75)
     with pytest.raises(ValueError, match=r"state_value returned V of shape \(4, 9, 2\), expected \(4, 9, 1\)"):
         loss(rows())
-
-
-def test_discrete_actions_do_not_have_it():
-    with pytest.raises(ValueError, match=r"ACERLoss\(returns=.*\): returns must be 'retrace' or 'importance_sampling'"):
-        DiscreteSetting(returns=TIS)

@@ -103,6 +103,18 @@ def assert_same_gradients(first: list[Tensor], second: list[Tensor], tolerance: 
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
+def assert_same_gradients_of(result: TensorDict, expected: TensorDict, setting: Any, tolerance: float = 1e-10) -> None:
+    """Assert that the losses of two results have the same gradients."""
+    first, second = (gradients(losses(x), setting.parameters) for x in (result, expected))
+    assert_same_gradients(first, second, tolerance)
+
+
+def assert_same(result: TensorDict, expected: TensorDict, tolerance: float = 0.0) -> None:
+    """Assert that a result has the values of another one."""
+    for key, value in expected.items():
+        torch.testing.assert_close(result[key], value, rtol=tolerance, atol=tolerance)
+
+
 def assert_agrees(result: TensorDict, expected: Sums, tolerance: float = 1e-9) -> None:
     """Assert that a result has the values and parameter gradients of the reference."""
     for name, value in expected.values.items():

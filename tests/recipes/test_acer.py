@@ -11,7 +11,6 @@ from recipes.common import evaluation
 from recipes.common.cli import DONE
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
-from recipes.common.errors import ConfigError
 from tests.recipes.runs import Composer, needs, rows, tiny
 
 TINY = [
@@ -247,32 +246,6 @@ def test_actions_out_of_range_count_as_the_bound():
         env.reset(seed=0)
         following.append(env.step(np.array([action], dtype=np.float32))[0])
     np.testing.assert_array_equal(*following)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("acer.batch_size=10", r"acer.batch_size=10: must be a multiple of acer.slice_len=4"),
-        ("acer.replay_ratio=-1", r"acer.replay_ratio=-1.0: must be >= 0"),
-        ("acer.average=1", r"acer.average=1.0: must be in \[0, 1\)"),
-        ("acer.c=-1", r"acer: ACERLoss\(c=-1.0\): c must be >= 0"),
-        ("acer.delta=-1", r"acer: ACERLoss\(delta=-1.0\)"),
-        ("acer.statistics=odds", r"acer.statistics=odds: must be one of probs"),
-        ("acer.returns=monte_carlo", r"acer.returns=monte_carlo: choose retrace, importance_sampling"),
-        (
-            "acer.returns=truncated_importance_sampling",
-            r"acer: ACERLoss\(returns='truncated_importance_sampling'\): returns must be 'retrace' or 'importance",
-        ),
-        ("acer.train_interval=20", r"acer.train_interval=20: must be num_envs · acer.slice_len = 16"),
-        ("+sampler.alpha=1", r"sampler=uniform: "),
-        ("sampler=dper", r"sampler=dper: this recipe does not support it"),
-        ("sampler=sset", r"sampler=sset: env=cartpole has no events"),
-    ],
-)
-def test_bad_configurations_are_refused_before_anything_is_written(tmp_path, word, message):
-    with pytest.raises(ConfigError, match=message):
-        acer.train(recipe.configuration(word), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_compiled_run_learns_what_an_eager_one_does(tmp_path):

@@ -20,23 +20,6 @@ from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
 composer = Composer("distributed", distributed.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("num_collectors=0", "num_collectors=0: must be >= 1"),
-        ("num_shards=0", "num_shards=0: must be >= 1"),
-        ("num_shards=3", "num_shards=3: must divide dqn.buffer_size"),
-        ("prefetch=17", r"prefetch=17: must be in \[0, 16\]"),
-        ("compile=true", "compile=true: the buffer is in another process"),
-        ("dqn.cagrad=0.5", "dqn.cagrad=0.5: recipes.distributed does not support it"),
-        ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
-    ],
-)
-def test_bad_configurations(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        distributed.train(composer.configuration(override), tmp_path)
-
-
 def test_without_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"Ray is not installed, .* pip install"):

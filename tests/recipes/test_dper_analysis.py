@@ -150,10 +150,10 @@ def test_ratio_of_means():
         ("seed=-1", "seed=-1: must be >= 0"),
         ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
         ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
-        ("granularity=[row]", "granularity=row: choose batch, group, transition"),
+        ("granularity=[row]", "choose batch, group, transition"),
         ("granularity=batch", "granularity"),
         ("+beta=1", "the configuration has no key beta; its keys are run, "),
-        ("run=null", "run=null: pass the directory of a run of recipes.td3"),
+        ("run=null", "run=null: no config.yaml there; pass the directory of a run of recipes.td3"),
         ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
     ],
 )
@@ -181,7 +181,7 @@ def test_runs_that_do_not_serve(tmp_path, run_dir):
 
 def test_command_line(tmp_path, run_dir):
     words = {
-        f"hydra.run.dir={tmp_path / 'none'}": (2, "bad configuration: run=null: pass the directory"),
+        f"hydra.run.dir={tmp_path / 'none'}": (2, "bad configuration: run=null: no config.yaml there"),
         f"run={run_dir} draws=2 hydra.run.dir={tmp_path / 'out'}": (0, ""),
     }
     processes = [

@@ -24,7 +24,6 @@ from recipes.common.replayable_env import ReplayableEnv
 from tests.params import slow_but
 from tests.recipes.runs import (
     Composer,
-    assert_config_error,
     assert_same_runs,
     assert_trained,
     command,
@@ -104,14 +103,10 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
     assert dqn.train(config, tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
-    printed = capsys.readouterr()
-    assert "reached 1 at step 32" in printed.out
-    assert "cartpole uniform seed 1, solved:  33%" in printed.err
+    assert "reached 1 at step 32" in capsys.readouterr().out
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
-    printed = capsys.readouterr()
-    assert "reached 1 at step 32" in printed.out
-    assert "cartpole uniform seed 1, done: 100%" in printed.err
+    assert "reached 1 at step 32" in capsys.readouterr().out
 
 
 def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
@@ -128,7 +123,6 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
     printed = capsys.readouterr()
     assert printed.out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    assert ", interrupted:  33%" in printed.err
     assert (run_dir / "learning_curve.png").is_file()
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     first = rows(run_dir)
@@ -217,32 +211,6 @@ def test_cut_off_episode_ends_as_truncated(written):
     assert replay.write_count == written + 1
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("dqn.gamma=2", "dqn.gamma=2.0: must be in [0, 1]"),
-        ("dqn.batch_size=0", "dqn.batch_size=0: must be > 0"),
-        ("seed=-1", "seed=-1: must be in [0, 2^31)"),
-        ("seed=one", "seed=one: must be a whole number"),
-        ("+dqn.momentum=1", "dqn.momentum: dqn has no key momentum"),
-        ("+sampler.gamma=1", "sampler=reaper: "),
-        ("sampler.alpha=-1", "alpha"),
-        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
-        ("env.id=CartPole-v99", "env.id=CartPole-v99: "),
-        ("env.id=Pendulum-v1", "needs discrete actions"),
-        ("+env.truncation=never", "env.truncation=never: choose bootstrap, terminal"),
-        ("+env.evaluations={mean: {}}", "env.evaluations.mean: the name must be an identifier other than mean"),
-        ("+env.evaluations={wide: {width: 3}}", "env.id=CartPole-v1: "),
-        ("device=abacus", "device=abacus: "),
-        ("num_envs=3", "num_envs=3: must divide dqn.train_interval=16"),
-        ("updates_per_graph=4", "updates_per_graph=4: must divide dqn.gradient_steps=2"),
-        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(dqn.train, composer.configuration(override), tmp_path, message)
-
-
 class TestCompiled:
     # rank: in a graph it is sorted at writes only, and so draws differ
     @pytest.mark.parametrize("sampler", slow_but(["per"], [name for name in SAMPLERS if name != "rank"]))
@@ -312,10 +280,7 @@ def test_command_line(tmp_path):
     """Exit codes, and what stderr says, of the real command: bad configurations, and Ctrl-C."""
     bad = [
         (command("dqn", "alpha=1"), "did you mean sampler.alpha?"),
-        (
-            command("dqn", "env=gridworld"),
-            "env=gridworld: there is no such environment; choose one of acrobot, cartpole, ",
-        ),
+        (command("dqn", "env=gridworld"), "env=gridworld: there is no such choice; choose acrobot, "),
         (command("dqn", "env=pendulum"), "use recipes.sac or recipes.td3"),
     ]
     run_dir = tmp_path / "run"

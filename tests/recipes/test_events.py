@@ -21,7 +21,7 @@ from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
 from recipes.common.replay import end_last_episodes, make_replay
 from tests.params import slow_but
-from tests.recipes.runs import Composer, assert_config_error, composed, eager_and_compiled, needs, rows, tiny
+from tests.recipes.runs import Composer, composed, eager_and_compiled, needs, rows, tiny
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
 
 # near_initial happens within the first steps
@@ -197,54 +197,6 @@ def test_priorities_by_reliability_know_the_environments():
     replay.extend(steps([0, 1, 2, 3] * 2))
     with pytest.warns(UserWarning, match="num_streams="):
         replay.extend(steps([0, 1, 2, 3, 4]))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("env=cartpole", "sampler=sset: env=cartpole has no events; "),
-        ("env.events.done.eta=0.9", "env.events: the sum of all eta is 1.15, must be <= 1"),
-        ("env.events.done.eta=-1", "env.events.done.eta=-1: must be in [0, 1]"),
-        ("env.events.done.eta=half", "env.events.done.eta=half: must be a number or {start, end}"),
-        ("env.events.done.eta={start: 0.1}", "env.events.done.eta={'start': 0.1}: must be a number or {start, end}"),
-        ("env.events.done.eta={start: 0.1, end: 2}", "env.events.done.eta={'start': 0.1, 'end': 2}: must be in [0, 1]"),
-        ("env.events.done.eta={start: 0.9, end: 0.1}", "env.events: the sum of all eta is 1.15, must be <= 1"),
-        ("env.events.done.history=0", "env.events.done.history=0: must be >= 1"),
-        (
-            "+env.events.done.function=land",
-            "env.events.done.function=land: choose land_between_flags, land_near_middle",
-        ),
-        ("+env.events.done.table=x", "env.events.done has no key table"),
-        ("env.events.done.history=50", "history=50, more than the 38 transitions"),
-        (
-            "+env.events.at_lava={history: 1, eta: 0.1}",
-            "env.events: the info of recipes.envs:TwoRooms-v0 has no flag at_lava; its flags are at_gap, done",
-        ),
-        ("+env.options.size=9", "env.id=recipes.envs:TwoRooms-v0: "),
-        ("env.training.shaping=none", "must be one of None, 'gap'"),
-        ("env.id=recipes.worlds:TwoRooms-v0", "env.id=recipes.worlds:TwoRooms-v0: "),
-        ("sampler.retention=forever", "retention must be 'ring' or 'pinned'"),
-        ("sampler.allocation=fair", "sampler=sset: "),
-        ("+sampler.alpha=1", "sampler=sset: "),
-        ("+sampler.priority={kind: best}", "kind must be one of"),
-        ("+sampler.priority=rank", "sampler=sset: priority=rank: must be a group, for example {kind: rank}"),
-        ("dqn.tau=0", "dqn.tau=0.0: must be in (0, 0.5]"),
-        ("dqn.tau=null", "dqn.tau=None: exactly one of dqn.tau and dqn.target_update_interval=None"),
-        ("dqn.target_update_interval=9", "dqn.tau=0.01: exactly one of dqn.tau and dqn.target_update_interval=9"),
-        ("dqn.loss_function=l3", "dqn.loss_function=l3: choose smooth_l1, l2"),
-        ("dqn.cagrad=1", "dqn.cagrad=1: must be in [0, 1)"),
-        ("dqn.cagrad=much", "dqn.cagrad=much: must be a number or {start, end}"),
-        ("dqn.cagrad={start: 0.5, end: 1}", "dqn.cagrad={'start': 0.5, 'end': 1}: must be in [0, 1)"),
-        ("sampler=uniform dqn.cagrad=0.5", "dqn.cagrad=0.5: needs event tables; use sampler=sset or sset_per"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, words, message):
-    overrides = [words] if "{" in words else words.split()
-    changed = {word.split("=")[0] for word in overrides}
-    base = [word for word in TINY if word.split("=")[0] not in changed]
-    if words == "env=cartpole":
-        base = [word for word in base if "env." not in word]
-    assert_config_error(dqn.train, composed("dqn", *base, *overrides), tmp_path, message)
 
 
 def test_minigrid_says_how_to_install_it(monkeypatch):

@@ -142,7 +142,7 @@ def check_full(run_dir, capfd, full, reason):
     errors = capfd.readouterr().err
     for step in (64, 80, 96):
         assert f"warning: step {step} could not be saved in {run_dir}: {reason}\n" in errors
-    assert f"the final checkpoint could not be saved; resume={run_dir} continues from the previous one\n" in errors
+    assert f"the final checkpoint could not be saved; continue with resume={run_dir}\n" in errors
     after = contents(run_dir)
     assert after["checkpoint.zip"] == before["checkpoint.zip"]
     assert after.keys() - before.keys() <= {"filler"}

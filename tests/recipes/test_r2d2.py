@@ -21,7 +21,6 @@ from tests.params import slow_but
 from tests.recipes.runs import (
     TINY_R2D2,
     Composer,
-    assert_config_error,
     assert_trained,
     eager_and_compiled,
     rows,
@@ -242,25 +241,6 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
     assert lengths == [([2], 52)]  # 48 steps, and one more of each environment
     assert len(rows(tmp_path)) == 3
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("r2d2.burn_in=-1", "r2d2.burn_in=-1: must be >= 0"),
-        ("r2d2.sequence_length=0", "r2d2.sequence_length=0: must be > 0"),
-        ("r2d2.target_steps=0", "r2d2.target_steps=0: must be > 0"),
-        ("r2d2.units=0", "r2d2.units=0: must be > 0"),
-        ("r2d2.eta=1.5", "r2d2.eta=1.5: must be in [0, 1]"),
-        ("r2d2.tau=null", "r2d2.tau=None: must be in (0, 0.5]"),
-        ("r2d2.buffer_size=66", "r2d2.buffer_size=66: must be a multiple of num_envs=4"),
-        ("+r2d2.n_step=3", "r2d2.n_step=3: must be 1; use r2d2.target_steps"),
-        ("sampler=sset", "sampler=sset: recipes.r2d2 does not support it; use sampler=uniform"),
-        ("sampler=dper", "sampler=dper: recipes.r2d2 does not support it; use recipes.td3 or recipes.sac"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(r2d2.train, composer.configuration(override), tmp_path, message)
 
 
 @pytest.mark.parametrize("sampler", slow_but(["per"], ["uniform", "per", "reaper"]))

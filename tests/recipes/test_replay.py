@@ -5,9 +5,10 @@ import torch
 from omegaconf import OmegaConf
 
 from recipes import dqn, sac, td3
-from recipes.common.cli import DONE, check_command_line, parse_config
+from recipes.common.cli import DONE, composed_job, parse_config
 from recipes.common.errors import ConfigError
-from recipes.common.hints import CONF, options
+from recipes.common.files import CONF
+from recipes.common.hints import choices_of
 from tests.recipes.runs import composed, rows, tiny
 
 TINY = {"total_steps": 64, "batch_size": 16, "num_evaluations": 2, "hidden_sizes": "[16, 16]"}
@@ -35,7 +36,7 @@ def test_the_actor_learns_from_batches_of_its_own(tmp_path, recipe, sampler):
     assert ("sampler/max_priority" in last) == ("uniform" not in sampler)
 
 
-@pytest.mark.parametrize("name", [name for name in options("sampler") if "dper" not in name])
+@pytest.mark.parametrize("name", [name for name in choices_of("sampler") if "dper" not in name])
 @pytest.mark.parametrize("recipe", [td3, sac])
 def test_the_sampler_of_the_critic_has_the_settings_in_its_file(recipe, name):
     preset = OmegaConf.to_container(OmegaConf.load(CONF / "sampler" / f"{name}.yaml"))
@@ -45,7 +46,7 @@ def test_the_sampler_of_the_critic_has_the_settings_in_its_file(recipe, name):
             continue
         recipe_name = recipe.__name__.split(".")[-1]
         words = ["sampler=dper", choice, *huber, "env=halfcheetah"]
-        assert check_command_line(recipe_name, recipe.Config, words)
+        assert composed_job(recipe_name, words).env.name
         assert parse_config(composed(recipe_name, *words), recipe.Config).sampler["critic"] == preset
 
 
@@ -73,19 +74,3 @@ def test_in_one_graph(tmp_path):
     last = rows(tmp_path)[-1]
     assert float(last["sampler/actor_score"]) < float(last["sampler/actor_candidate_score"])
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "message"),
-    [
-        (dqn, ["sampler=dper"], "this recipe does not support it"),
-        (td3, ["sampler=dper", "sampler.num_candidates=0"], "num_candidates must be an integer >= 1"),
-        (td3, ["sampler=dper", "sampler.critic=null"], "sampler.critic must be a sampler, for example"),
-        (td3, ["sampler=dper", "sampler.critic={name:magic}"], "sampler.name=magic: choose"),
-        (sac, ["sampler=dper", "+sampler.magic=1"], "magic"),
-        (td3, ["sampler=dper", "sampler.critic={name:sset}"], "env=pendulum has no events"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, recipe, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        recipe.train(configuration(recipe.__name__.split(".")[-1], *overrides), tmp_path)

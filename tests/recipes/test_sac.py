@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
@@ -11,8 +10,6 @@ from recipes.common.cli import DONE
 from tests.recipes.runs import (
     Composer,
     Replay,
-    assert_commands,
-    assert_config_error,
     assert_trained,
     eager_and_compiled,
     needs,
@@ -131,35 +128,3 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
     tables = eager_and_compiled(sac.train, composer.configuration, tmp_path, "sampler=per")
     results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("sac.gamma=2", "sac.gamma=2.0: must be in [0, 1]"),
-        ("sac.tau=0", "sac.tau=0.0: must be in (0, 0.5]"),
-        ("sac.actor_learning_rate=0", "sac.actor_learning_rate=0.0: must be > 0"),
-        ("sac.initial_alpha=0", "sac.initial_alpha=0.0: must be > 0"),
-        ("sac.learning_starts=96", "sac.learning_starts=96: must be in [0, sac.total_steps)"),
-        ("sac.target_entropy=auto", "sac.target_entropy=auto: must be a number"),
-        ("+sac.momentum=1", "sac.momentum: sac has no key momentum"),
-        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
-        ("env.id=CartPole-v1", "needs bounded continuous actions"),
-        ("env.id=Pendulum-v99", "env.id=Pendulum-v99: "),
-        ("num_envs=3", "num_envs=3: must divide sac.train_interval=16"),
-        ("updates_per_graph=4", "updates_per_graph=4: must divide sac.gradient_steps=2"),
-        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(sac.train, composer.configuration(override), tmp_path, message)
-
-
-def test_command_line(tmp_path):
-    """Exit codes, and what stderr says, of the real command."""
-    words = {
-        ("env=cartpole",): (2, "bad configuration: env=cartpole: recipes.sac has no settings for it; use recipes.dqn"),
-        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
-    }
-    assert_commands("sac", words)
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").sac.hidden_sizes == [16, 16]

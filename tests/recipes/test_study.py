@@ -274,20 +274,6 @@ def test_interrupted(tmp_path, processes, monkeypatch, capsys):
     assert "repeat the command to continue" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("seeds=0", "seeds=0: must be >= 1"),
-        ("workers=0", "workers=0: must be >= 1"),
-        ("study.baseline=magic", "study.baseline=magic: choose one of uniform, per, rank, reaper"),
-        ("study.in_a_row=0", "study.in_a_row=0: must be >= 1"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, word, message):
-    with pytest.raises(ConfigError, match=message):
-        study.run_study(configuration(word), tmp_path)
-
-
 def test_the_threshold_must_be_kept_up():
     steps, values = [10, 20, 30, 40, 50], [0, 5, 0, 5, 5]
     assert study.steps_to_reach(steps, values, 5, 1) == 20
@@ -373,13 +359,14 @@ def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of
 def test_the_last_line_says_if_neither_reached_the_threshold_or_if_seeds_are_missing(finished):
     found = report.read_study(finished)
     cells_of(found, ["200+ 300+"] * 5)
-    assert "CartPole: ReaPER and PER did not reach the threshold, with ≥ 300 and ≥ 200 steps (5 seeds)" in (
-        report.conclusions(found)
+    assert (
+        "CartPole: ReaPER did not reach the threshold (≥ 300 steps), PER after ≥ 200: neither reached it (5 seeds)"
+        in report.conclusions(found)
     )
     cells_of(found, ["200 300"] * 5)
     del found.rows["cartpole"]["reaper"][0]
     last = next(line for line in report.conclusions(found) if line.startswith("CartPole: ReaPER"))
-    assert last.endswith(": 1.50 [1.50, 1.50] times as many (ratio over the 4 seeds that both have)")
+    assert last.endswith(": 1.50 [1.50, 1.50] times as many (4 seeds)")
 
 
 def test_a_study_ends_with_its_table_its_figure_and_what_it_found(tmp_path, processes, monkeypatch, capsys):
@@ -430,8 +417,6 @@ def test_the_figure_explains_lines_bands_and_marks(finished):
 
 def test_many_variants_are_split_into_panels_that_all_show_the_baseline():
     assert report.panels_of(["a", "b", "base"], "base") == [["base", "a", "b"]]
-    family = ["b", "b, 1", "b, 2", "b, 3"]
-    assert report.panels_of(["a", "base", *family, "c", "d"], "base") == [["base", *family], ["base", "a", "c", "d"]]
     panels = report.panels_of([*"abcdefghi"], "a")
     assert [len(panel) for panel in panels] == [5, 5] and all(panel[0] == "a" for panel in panels)
     # the runs of the baseline may be missing

@@ -6,19 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
 from recipes.common.cli import DONE
-from recipes.common.errors import ConfigError
 from recipes.common.replay import make_replay
 from tests.data import learnable
 from tests.recipes.runs import (
     Composer,
     Replay,
-    assert_commands,
-    assert_config_error,
     assert_trained,
     eager_and_compiled,
     needs,
@@ -308,51 +304,3 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
     tables = eager_and_compiled(td3.train, composer.configuration, tmp_path, "sampler=per")
     results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("td3.gamma=2", "td3.gamma=2.0: must be in [0, 1]"),
-        ("td3.tau=0", "td3.tau=0.0: must be in (0, 0.5]"),
-        ("td3.actor_learning_rate=0", "td3.actor_learning_rate=0.0: must be > 0"),
-        ("sampler=lap td3.loss_function=l2", "sampler=lap: needs the Huber loss; set td3.loss_function=smooth_l1"),
-        ("td3.policy_noise=-1", "td3.policy_noise=-1.0: must be >= 0"),
-        ("td3.noise=pink", "td3.noise=pink: choose gaussian, ou"),
-        ("td3.policy_delay=0", "td3.policy_delay=0: must be > 0"),
-        ("td3.policy_delay=3", "td3.gradient_steps=2: must be a multiple of td3.policy_delay=3"),
-        ("updates_per_graph=1", "updates_per_graph=1: must be a multiple of td3.policy_delay"),
-        ("updates_per_graph=4", "updates_per_graph=4: must divide td3.gradient_steps=2"),
-        ("td3.learning_starts=96", "td3.learning_starts=96: must be in [0, td3.total_steps)"),
-        ("+td3.momentum=1", "td3.momentum: td3 has no key momentum"),
-        ("sampler.name=best", "sampler.name=best: choose uniform, per, rank, reaper"),
-        ("sampler=sset", "sampler=sset: env=pendulum has no events"),
-        ("env.id=CartPole-v1", "needs bounded continuous actions"),
-        ("num_envs=3", "num_envs=3: must divide td3.train_interval=16"),
-        ("cudagraphs=true", "cudagraphs=true: needs compile=true"),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, override, message):
-    assert_config_error(td3.train, composer.configuration(*override.split()), tmp_path, message)
-
-
-def test_a_delay_that_is_no_number_is_a_config_error(tmp_path):
-    """Although it enters train_interval too."""
-    for value, message in (
-        ("often", "td3.policy_delay=often: must be a whole number"),
-        ("0", "td3.policy_delay=0: must be > 0"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            td3.train(composer.composed(f"td3.policy_delay={value}"), tmp_path)
-        assert message in str(error.value) and "\n" not in str(error.value)
-
-
-def test_command_line(tmp_path):
-    """Exit codes, and what stderr says, of the real command."""
-    refused = "bad configuration: td3.gradient_steps=3: must be a multiple of td3.policy_delay"
-    words = {
-        ("td3.gradient_steps=3",): (2, refused),
-        (*composer.tiny, f"hydra.run.dir={tmp_path / 'run'}"): (0, "pendulum per"),
-    }
-    assert_commands("td3", words)
-    assert OmegaConf.load(tmp_path / "run" / "config.yaml").td3.hidden_sizes == [16, 16]

@@ -15,7 +15,7 @@ from torchrl.objectives import SoftUpdate
 
 from recipes import dqn, r2d2, sac, td3
 from recipes.common.recurrent import RecurrentNetwork
-from tests.recipes.runs import TINY_R2D2, assert_commands, composed, tiny
+from tests.recipes.runs import TINY_R2D2, composed, tiny
 from torchrl_replay_ext import compile_step
 
 B = 6
@@ -176,9 +176,3 @@ def test_runs_use_the_configured_average(tmp_path, monkeypatch, recipe, weights)
     words = TINY_R2D2 if recipe is r2d2 else tiny(name)
     with pytest.raises(Stop):
         recipe.train(composed(name, *words, f"weights={weights}"), tmp_path)
-
-
-def test_other_values_are_refused():
-    message = "bad configuration: weights=sum: choose normalized, mean"
-    for recipe in ("dqn", "td3", "sac", "r2d2"):
-        assert_commands(recipe, {("weights=sum",): (2, message)})

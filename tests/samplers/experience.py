@@ -112,7 +112,7 @@ class ReplayWithReference:
             sampler.pop("stratified", None)
             self.reference = NaivePER(**sampler)
         elif kind == "rank":
-            self.sampler = torchrl_replay_ext.RankBasedSampler(self.capacity, stale_fraction=0.0, **sampler)
+            self.sampler = torchrl_replay_ext.RankBasedSampler(self.capacity, **sampler)
             self.reference = NaiveRanking(**sampler)
         else:
             lanes = {"num_streams": self.num_envs} if layout in ("interleaved", "env_major", "uneven") else {}

@@ -42,7 +42,6 @@ def test_numbers_of_any_kind_are_taken():
         (lambda: Anneal("0.4", 1.0, 10), r"Anneal\(start='0.4'\): start must be a number"),
         (lambda: ProportionalSampler(8, eps="0"), r"ProportionalSampler\(eps='0'\): eps must be a number"),
         (lambda: ProportionalSampler(8, stratified="no"), r"stratified='no'\): stratified must be True or False"),
-        (lambda: RankBasedSampler(8, stale_fraction="0"), r"stale_fraction='0'\): stale_fraction must be a number"),
         (lambda: ReaPERSampler(8, omega="1"), r"ReaPERSampler\(omega='1'\): omega must be a number"),
         (
             lambda: ReaPERSampler(8, max_priority_within_buffer=1),

@@ -667,14 +667,16 @@ def test_inspection_waits_for_a_draw_of_another_thread(name):
     used = driven(name)
     buffer, sampler = used.buffer, used.sampler
     storage, is_drawing, may_go_on = buffer.storage, threading.Event(), threading.Event()
-    get = storage.get
+    # a CompilableReplayBuffer reads rows by take()
+    name = "take" if hasattr(storage, "take") else "get"
+    read = getattr(storage, name)
 
-    def slow_get(index):
+    def slow_read(index):
         is_drawing.set()
         assert may_go_on.wait(60)
-        return get(index)
+        return read(index)
 
-    storage.get = slow_get
+    setattr(storage, name, slow_read)
     draw = threading.Thread(target=lambda: buffer.sample(used.batch_size()))
     draw.start()
     assert is_drawing.wait(60)

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 import torchrl_replay_ext
 from tests.chi_square import p_value
+from tests.data import as_graphs
 from tests.emulated_device import EmulatedDevice
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
 
@@ -59,7 +60,7 @@ def buffer(sampler, device="cpu", **arguments):
 
 
 def test_in_graphs(linear_sampler):
-    drive(buffer(linear_sampler(beta=1.0), compile=True), "cpu")
+    drive(as_graphs(buffer(linear_sampler(beta=1.0))), "cpu")
 
 
 def test_on_an_accelerator(linear_sampler):

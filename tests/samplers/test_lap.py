@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
-from tests.data import buffer_with, learnable
+from tests.data import as_graphs, buffer_with, learnable
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import ProportionalSampler
 
@@ -76,7 +76,7 @@ def test_the_expected_gradient_is_that_of_the_uniform_loss_pal():
 
 @pytest.mark.usefixtures("from_scratch")
 def test_in_a_graph_priorities_are_the_same():
-    rb = filled(lap(td_error="absolute"), TD_ERRORS, compilable=True, compile=True)
+    rb = as_graphs(filled(lap(td_error="absolute"), TD_ERRORS, compilable=True))
     batch = rb.sample()
     wanted = list(TD_ERRORS)
     errors = torch.rand(BATCH) * 3

@@ -32,7 +32,7 @@ def proportional(capacity):
 
 
 def rank(capacity):
-    return RankBasedSampler(capacity, stale_fraction=0.0, **EXACT)
+    return RankBasedSampler(capacity, **EXACT)
 
 
 def reaper(capacity):

@@ -301,8 +301,6 @@ def test_columns_of_environments():
         ({"alpha": -0.1}, "alpha"),
         ({"beta": 1.5}, "beta"),
         ({"segments": "linear"}, "segments"),
-        ({"stale_fraction": -0.1}, "stale_fraction"),
-        ({"stale_fraction": math.nan}, "stale_fraction"),
         ({"td_error": "cubed"}, "td_error"),
         ({"weight_norm": "mean"}, "weight_norm"),
     ],
@@ -333,7 +331,7 @@ def test_slots_marked_twice_in_one_write_are_counted_once():
 
 
 def test_new_items_come_first_in_a_full_ring_of_single_writes():
-    rb = filled(torch.rand(6), stale_fraction=1.0)
+    rb = filled(torch.rand(6))
     for number in range(20):
         rb.add(TensorDict({"obs": torch.tensor(number)}, []))
         assert int(probabilities(rb).argmax()) == number % 6
@@ -369,5 +367,3 @@ def test_ranks_in_graphs_are_those_of_eager_code():
         expected = torch.empty(num, dtype=torch.float64)
         expected[td_error.argsort(descending=True)] = rank_probabilities(num, alpha)
         torch.testing.assert_close(sorted_within(bucket, probabilities(rb)), sorted_within(bucket, expected))
-    sampler.sort()
-    assert float(sampler.stats()["stale"]) == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from tests.data import as_graphs, buffer_with, event_sampler, linear_policy, random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.operations import CASES, SLICE, Driven
 from tests.params import slow_but
@@ -99,7 +99,7 @@ def buffer(sampler, **arguments):
 
 @pytest.mark.parametrize("name", slow_but(["proportional", "tables, reaper"], IN_GRAPHS))
 def test_nor_does_it_in_a_graph(name):
-    rb = buffer(IN_GRAPHS[name](), compilable=True, compile=True)
+    rb = as_graphs(buffer(IN_GRAPHS[name](), compilable=True))
 
     def draw():
         batch = rb.sample()

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrl.data import Sequence
 
-from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from tests.data import as_graphs, buffer_with, event_sampler, linear_policy, random_rows
 from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import (
     DecoupledSampler,
@@ -212,7 +212,7 @@ def learn_in_graph(rb, backend):
 def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, boundary, backend):
     unit = Sequence(length=3, burn_in=1, bootstrap=1, dilation=2, episode_boundary=boundary)
     # a sort keeps the order of equal priorities, so both buffers must sort at the same times
-    sampler = RankBasedSampler(CAPACITY, stale_fraction=1.0) if name == "rank" else MAKERS[name]()
+    sampler = RankBasedSampler(CAPACITY) if name == "rank" else MAKERS[name]()
     rb = make(sampler, stock=False, lanes=lanes, unit=unit)
     twin = copy.deepcopy(rb)
     graph = learn_in_graph(rb, CompileCounterWithBackend(backend))
@@ -265,8 +265,8 @@ def test_in_a_graph_rows_of_overwritten_anchors_and_of_older_draws_are_dropped()
 
 
 @pytest.mark.usefixtures("from_scratch")
-def test_calls_of_an_eager_loop_may_run_as_graphs():
-    rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False, compile=True)
+def test_draws_and_updates_may_run_as_graphs():
+    rb = as_graphs(make(ProportionalSampler(CAPACITY, eps=EPS), stock=False))
     for _ in range(3):
         batch = rb.sample()
         batch["td_error"] = torch.rand(len(batch)) + 0.1
@@ -280,13 +280,10 @@ class Other(Sequence):
     """A sample unit of the user."""
 
 
-@pytest.mark.parametrize("what", ["sample", "compile=True"])
-def test_in_a_graph_other_sample_units_are_refused_by_name(what):
+def test_in_a_graph_other_sample_units_are_refused_by_name():
     rb = make(ProportionalSampler(CAPACITY), stock=False, unit=Other(3))
     with pytest.raises(Exception, match=r"sample_unit=Other\(...\)\): a graph can contain no sample unit other than"):
-        make(ProportionalSampler(CAPACITY), False, unit=Other(3), compile=True) if what != "sample" else compile_step(
-            lambda: rb.sample()
-        )()
+        compile_step(lambda: rb.sample())()
     assert rb.sample().shape == (24,)
 
 

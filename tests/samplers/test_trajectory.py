@@ -439,13 +439,14 @@ def test_padded_rows_change_nothing(make):
     assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("step", [slice(None), 3], ids=["all steps", "one step"])
-def test_td_errors_may_have_the_shape_of_the_slices(compile, step):
+def test_td_errors_may_have_the_shape_of_the_slices(compiled, step):
     torch.manual_seed(0)
     sampler = TrajectoryRetraceSampler(20, slice_len=4, anchors=proportional())
-    buffer = data.buffer_with(sampler, 20, compilable=True, compile=compile, batch_size=16)
+    buffer = data.buffer_with(sampler, 20, compilable=True, batch_size=16)
     buffer.extend(rows(20, done=[9]))
+    buffer = data.as_graphs(buffer) if compiled else buffer
     priority = torch.ones(20)
     batch = buffer.sample().reshape(-1, 4)[:, step]
     batch["td_error"] = 2.0 + batch["index"]

@@ -171,6 +171,21 @@ def agreement(numbers, probability):
     return p_value(group[numbers], torch.tensor(of_groups, dtype=torch.float64))
 
 
+def require_own_priorities(many):
+    """Each updated row of the living shards has the priority of its own TD error; return their number."""
+    many.check_valid()
+    updated = 0
+    for buffer in (handle.replay._buffer for handle in many._group.handles if handle.is_alive):
+        slots = written_slots(buffer)
+        if len(slots):
+            sampler = getattr(buffer.sampler, "starts_sampler", buffer.sampler)
+            priority = sampler.state_dict()["priority"][slots]
+            expected = td_errors(buffer[slots]["number"] % 4096).sqrt() + 1e-6
+            torch.testing.assert_close(priority[priority > 0], expected[priority > 0])
+            updated += int((priority > 0).sum())
+    return updated
+
+
 def rows_in(many):
     """The numbers of the rows that the living shards hold, by shard."""
     buffers = [handle.replay._buffer if handle.is_alive else [] for handle in many._group.handles]

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torchrl
-from tensordict import TensorDictBase, is_tensor_collection
-from tensordict.utils import expand_as_right
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
 from torchrl.envs import Compose
 
-from torchrl_replay_ext._torchrl import count_sample, expands_draws, stored_data
-from torchrl_replay_ext.arguments import require_bool
+from torchrl_replay_ext._torchrl import count_sample, expands_draws, has_generations, set_entries, stored_data
 from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
-from torchrl_replay_ext.steps import compile_checked
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 _NO_UNIT = (
     "CompilableReplayBuffer(sample_unit={name}(...)): a graph can contain no sample unit other than TorchRL's "
-    "Sequence. Call sample() and update_tensordict_priority() outside the compiled function, without compile=True, and "
-    "pass the sample to the function."
+    "Sequence. Call sample() and update_tensordict_priority() outside the compiled function, and pass it the sample."
 )
-_NO_GRAPH = "CompilableReplayBuffer(compile=True): a graph cannot use {name}=; leave it out, or use compile=False."
 _CAN_WAIT = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
 _CANNOT_WAIT = (
     f"CompilableReplayBuffer.sample(wait=True): torchrl {torchrl.__version__} cannot wait for data. Leave wait= out "
@@ -58,21 +53,13 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     * ``sample_unit=Sequence(...)`` works in graphs too. Other sample units, and subclasses of ``Sequence``, work
       outside graphs only.
 
-    With ``compile=True``, ``sample`` and ``update_tensordict_priority`` run as graphs although the loop that calls them
-    is eager. Each batch size is compiled at its first call. What is said above about graphs then applies to them, but
-    locks are taken, and if the sampler or the storage is replaced, the graphs are compiled again. ``extend`` stays
-    eager, and so does ``sample`` if the buffer has transforms.
-
     Args:
-        compile: run ``sample`` and ``update_tensordict_priority`` as graphs. Default: False.
         **arguments: keyword arguments of :class:`~torchrl.data.TensorDictReplayBuffer`, with its defaults except for
             two: ``storage`` is required and must be a :class:`CompilableTensorStorage`; the default of ``writer`` is
             :class:`~torchrl_replay_ext.writers.round_robin.CompilableWriter`.
 
     Raises:
         TypeError: if the storage is of another class.
-        ValueError: if ``compile`` is combined with ``prefetch``, ``generator`` or a sample unit, which graphs ignore or
-            cannot contain.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -91,25 +78,20 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         torch.Size([4, 3])
     """
 
+    # updates carry the write stamps of their draws
+    passes_stamps = True
     # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which may have no TD error
     _adding = False
     _storage: CompilableTensorStorage
     _transform: Compose | None
 
-    def __init__(self, *, compile: bool = False, **arguments: Any):
-        require_bool("CompilableReplayBuffer", "compile", compile)
-        for name in ("prefetch", "generator"):
-            if compile and arguments.get(name):
-                raise ValueError(_NO_GRAPH.format(name=name))
+    def __init__(self, **arguments: Any):
         unit = arguments.get("sample_unit")
         if isinstance(unit, Sequence) and type(unit) is Sequence:
             arguments["sample_unit"] = CompilableSequence(unit)
-        self.compiles, self._graphs = compile, {}
         if arguments.get("writer") is None:
             arguments["writer"] = CompilableWriter
         super().__init__(**arguments)
-        if compile:
-            self._require_unit_of_graphs(ValueError)
 
     def _init(self) -> None:
         super()._init()
@@ -153,19 +135,29 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         if is_traced():
             if wait:
                 raise RuntimeError("CompilableReplayBuffer.sample(wait=True): a graph cannot wait; leave wait= out.")
+            if size is None:
+                raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
+            self._require_unit_of_graphs()
             return self._draw(size, return_info)
-        is_cancelled = cancel_event is not None and cancel_event.is_set()
-        if not self.compiles or size is None or not len(self) or self._has_transforms or is_cancelled:
-            if not wait:
-                return super().sample(batch_size, return_info, include_info)
+        if wait:
             if not _CAN_WAIT:
                 raise TypeError(_CANNOT_WAIT)
             waiting = {"wait": True, "timeout": timeout, "cancel_event": cancel_event}
             return super().sample(batch_size, return_info, include_info, **waiting)
-        key = ("sample", size, return_info, self._collate_fn)
-        drawn = self._in_graph(key, lambda: self._draw(size, return_info))
-        count_sample(self, len(drawn[0] if return_info else drawn))
+        is_cancelled = cancel_event is not None and cancel_event.is_set()
+        if size is None or include_info is not None or is_cancelled or not self._reads_columns() or not len(self):
+            return super().sample(batch_size, return_info, include_info)
+        with self._locks():
+            drawn = self._draw(size, return_info)
+        count_sample(self, size)
         return drawn
+
+    def _reads_columns(self) -> bool:
+        """True if a batch is the stored columns at the drawn index, which needs none of TorchRL's further steps."""
+        storage = self._storage
+        if self._prefetch or self._pin_memory or self._has_transforms:
+            return False
+        return storage.ndim == 1 and type(stored_data(storage)) is TensorDict and not has_generations(self._writer)
 
     def _notify_replay_state_change(self) -> None:
         # torch cannot trace the condition variable that wakes other threads; they must not wait while a graph runs
@@ -176,22 +168,18 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def _has_transforms(self) -> bool:
         return self._transform is not None and len(self._transform) > 0
 
-    def _draw(self, batch_size: int | None, return_info: bool) -> Any:
-        """:meth:`sample` in a graph."""
-        if batch_size is None:
-            raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
-        self._require_unit_of_graphs(NotImplementedError)
-        data, info = self._sample_in_graph(batch_size)
-        for key, value in info.items():
-            value = torch.stack(value, -1) if isinstance(value, tuple) else value
-            data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
+    def _draw(self, batch_size: int, return_info: bool) -> Any:
+        """:meth:`sample` in a graph, or of columns."""
+        data, info = self._draw_rows(batch_size)
+        entries = {key: torch.stack(value, -1) if isinstance(value, tuple) else value for key, value in info.items()}
+        set_entries(data, entries)
         return (data, info) if return_info else data
 
-    def _require_unit_of_graphs(self, error: type[Exception]) -> None:
+    def _require_unit_of_graphs(self) -> None:
         if expands_draws(self) and not isinstance(self._sample_unit, CompilableSequence):
-            raise error(_NO_UNIT.format(name=type(self._sample_unit).__name__))
+            raise NotImplementedError(_NO_UNIT.format(name=type(self._sample_unit).__name__))
 
-    def _sample_in_graph(self, batch_size: int) -> tuple[Any, dict]:
+    def _draw_rows(self, batch_size: int) -> tuple[Any, dict]:
         storage, unit = self._storage, self._sample_unit
         if storage.ndim > 1 or not is_tensor_collection(stored_data(storage)) or self._has_transforms:
             return self._sample(batch_size)
@@ -201,21 +189,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         assert isinstance(index, Tensor)
         info["index"] = index
         return self._collate_fn(storage.take(index)), info
-
-    def _in_graph(self, key: tuple, step: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Call ``step(*inputs)`` as the graph ``key``; torch compiles it again for other shapes and dtypes."""
-        with self._locks(), torch.no_grad():
-            if synchronize := getattr(self._sampler, "synchronize", None):
-                synchronize(self._storage)
-            if key not in self._graphs:
-                self._graphs[key] = compile_checked(step)
-            return self._graphs[key](*inputs)
-
-    def set_rng(self, generator: torch.Generator | None) -> None:
-        """Set the generator of draws. ValueError with ``compile=True``: a graph ignores it."""
-        if self.compiles and generator is not None:
-            raise ValueError(_NO_GRAPH.format(name="generator"))
-        super().set_rng(generator)
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
@@ -286,12 +259,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         stamp = data[STAMP_KEY]
         index, priority = data["anchor_index" if anchored else "index"], self._get_priority_vector(data).detach()
 
-        def update(index: Tensor, priority: Tensor, stamp: Tensor, *valid: Tensor) -> None:
-            if valid:
-                index, stamp, priority = largest_of_anchors(self._storage, index, stamp, priority, *valid)
-            # not the local variable: the sampler may be replaced
-            self._sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
-
         rows = (index, priority, stamp)
         if anchored:
             valid = data.get("validity_mask", None)
@@ -299,11 +266,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         if isinstance(device := getattr(self._storage, "device", None), torch.device):
             # the batch may have been moved, for example to the device of the networks
             rows = tuple(row.to(device) for row in rows)
-        if self.compiles and not is_traced():
-            self._in_graph(("update", len(stamp), anchored), update, *rows)
-            return
         with self._locks():
-            update(*rows)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_graphs": {}}
+            index, priority, stamp, *valid = rows
+            if anchored:
+                index, stamp, priority = largest_of_anchors(self._storage, index, stamp, priority, *valid)
+            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore

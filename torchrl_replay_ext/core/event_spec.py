@@ -15,6 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_replay_ext._torchrl import entries_of
 from torchrl_replay_ext.arguments import is_key, require_choice, require_nested_keys
 
 DEFAULT = "default"
@@ -135,7 +136,7 @@ class EventSpec:
         condition = self.condition
         if isinstance(condition, (str, tuple, Threshold)):
             key = condition.key if isinstance(condition, Threshold) else condition
-            result = data.get(key, None)
+            (result,) = entries_of(data, [key])
             what = f"the entry {key!r}"
             if result is None:
                 raise KeyError(

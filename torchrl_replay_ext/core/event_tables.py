@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import numpy as np
@@ -13,7 +13,14 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.layout import MOST
-from torchrl_replay_ext.kernels.ops import events_order, events_remove
+from torchrl_replay_ext.kernels.ops import (
+    Views,
+    events_earlier,
+    events_order,
+    events_remove,
+    events_reopen,
+    events_write,
+)
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
@@ -24,6 +31,7 @@ STATE = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "
 UNSENT, LEFT = -1, -2
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
 _NO_SLOTS, _NO_EPISODES = np.empty(0, np.int64), torch.empty(0, 4, dtype=torch.int64, device="cpu")
+_FEWEST_CELLS = 64
 
 
 class EventTable:
@@ -102,6 +110,11 @@ class EventTables(Mapping[str, EventTable]):
         self._memory: tuple[int, list[np.ndarray]] | None = None
         # the writer of this process that last wrote to the tables
         self.writer: ReferenceType[Any] | None = None
+
+    @property
+    def num_lists(self) -> int:
+        """The number of tables that are lists: all but the default table of a ring."""
+        return len(self.names) - self._first
 
     # --- tables by name
 
@@ -236,13 +249,13 @@ class EventTables(Mapping[str, EventTable]):
         self._capacity = torch.tensor(self._max_capacity, device="cpu")
         self._free = zeros(num_slots if self._pinned else 0, dtype=wide)
         self._counters = zeros(7, dtype=torch.int64)
-        self._journal = zeros(4096 + begins[-1] // 16, 2, dtype=wide)
+        self.journal = zeros(4096 + begins[-1] // 16, 2, dtype=wide)
         self.clear()
 
     def _tensors(self) -> list[Tensor]:
         return [
             *(self.slot_at, self._links, self.places, self._heads, self.counts, self._capacity, self.begins),
-            *(self.number, self._before, self._free, self._counters, self._journal),
+            *(self.number, self._before, self._free, self._counters, self.journal),
         ]
 
     def arrays(self) -> list[np.ndarray]:
@@ -253,9 +266,9 @@ class EventTables(Mapping[str, EventTable]):
             self._memory = address, [tensor.numpy() for tensor in self._tensors()]
         return self._memory[1]
 
-    def changed_arrays(self) -> list[Tensor]:
-        """Those of :meth:`arrays` that say what has changed."""
-        return [self.slot_at, self.places, self.counts, self._counters, self._journal]
+    def counters(self) -> np.ndarray:
+        """The counters, see :mod:`torchrl_replay_ext.kernels.events`; the tables are allocated."""
+        return self.arrays()[10]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_memory": None, "writer": None}
@@ -317,22 +330,18 @@ class EventTables(Mapping[str, EventTable]):
         """Number of transitions written so far."""
         return self.counter(WRITTEN) if self.is_allocated else 0
 
-    # --- which tables hold a slot
-
-    def holds(self, slots: Tensor) -> Tensor:
-        """True where a table holds one of ``slots`` [n], bool [tables, n]; in a ring, the default table has no row."""
-        return (self.places[:, slots.cpu()] >= 0).to(slots.device)
+    # --- changes
 
     def has_changes_since(self, seen: int) -> bool:
         """True if :meth:`changes` knows all changes since the counter of changes was ``seen``."""
         counters = self._counters.numpy()
         end = counters[CHANGES]
-        return max(0, counters[JOURNAL_BEGIN], end - len(self._journal)) <= seen <= end
+        return max(0, counters[JOURNAL_BEGIN], end - len(self.journal)) <= seen <= end
 
     def changes(self, seen: int) -> tuple[np.ndarray, np.ndarray]:
         """The positions that changed since the counter of changes was ``seen``, and the slots that moved; int64 [n]."""
-        rows = np.arange(seen, self.counter(CHANGES)) % len(self._journal)
-        position, slot = self._journal.numpy()[rows].astype(np.int64).T
+        rows = np.arange(seen, self.counter(CHANGES)) % len(self.journal)
+        position, slot = self.journal.numpy()[rows].astype(np.int64).T
         return position, slot
 
     # --- writing
@@ -375,7 +384,7 @@ class EventTables(Mapping[str, EventTable]):
             True if slots were skipped.
         """
         first = self.counter(NEXT_SLOT)
-        if first == slot or not self.num_written:
+        if not self.num_written:
             return False
         self.overwrite((first + np.arange((slot - first) % self.num_slots)) % self.num_slots)
         return True
@@ -423,6 +432,89 @@ class EventTables(Mapping[str, EventTable]):
                 raise AssertionError("EventTables: the free slots are not the slots that no table holds")
 
 
+class Rows(NamedTuple):
+    """The rows of a write.
+
+    Args:
+        stream: stream of each row, int64 [n].
+        trajectory: trajectory id, int64 [n]; empty if the stream is all that is known.
+        ends: True if the row is the last of an episode, bool [n].
+        begins: True if the row is marked as the first of an episode, bool [n]; empty if no row is.
+        occurred: True if an event occurs in a row, bool [n, events].
+    """
+
+    stream: np.ndarray
+    trajectory: np.ndarray
+    ends: np.ndarray
+    begins: np.ndarray
+    occurred: np.ndarray
+
+    def part(self, first: int, end: int) -> Rows:
+        """The rows ``first`` to ``end`` - 1."""
+        return Rows(*(column[first:end] for column in self))
+
+
+class OpenEpisodes:
+    """The last step of the unfinished episode of each stream; the tables know the steps before it.
+
+    Args:
+        tables: the tables to fill.
+    """
+
+    def __init__(self, tables: EventTables):
+        self._tables = tables
+        self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
+        self._history = np.array([spec.history for spec in tables.specs])
+        self._used = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard all unfinished episodes."""
+        self.load(_NO_EPISODES)
+
+    def load(self, found: Tensor) -> None:
+        """Replace all episodes by those of :meth:`stored`."""
+        size = _FEWEST_CELLS
+        while size < 4 * len(found):
+            size *= 2
+        self._cells = torch.zeros(size, 4, dtype=torch.int64, device="cpu")
+        events_reopen(self._cells, self._used, found.cpu())
+
+    def stored(self) -> Tensor:
+        """The episodes whose last step is still stored: stream, slot, number and trajectory, int64 [n, 4]."""
+        found = self._cells[self._cells[:, 1] >= 0]
+        return found[self._tables.number[found[:, 1]] == found[:, 2]] if len(found) else found
+
+    def write(self, rows: Rows, slots: np.ndarray) -> None:
+        """Write ``rows`` to the tables. ``slots``, int64 [n], are a result if the tables are pinned."""
+        arrays, done = self._tables.arrays(), np.zeros(1, np.int64)
+        while True:
+            events_write(self._cells, self._used, slots, *rows, self._table_of, self._history, done, *arrays)
+            if done[0] == len(slots):
+                return
+            self.load(self.stored())
+
+    def undo(self, rows: Rows, slots: np.ndarray) -> None:
+        """Remove the rows of a failed write from the tables. Entries that they have displaced are lost."""
+        events_remove(self._cells, slots, rows.stream, *self._tables.arrays())
+
+    def earlier(self, stream: int, trajectory: int, count: int) -> np.ndarray:
+        """The slots of the last ``count`` steps of the unfinished episode of a stream, oldest first; int64."""
+        slots = torch.full((count,), -1, device="cpu")
+        if self._tables.is_allocated:
+            events_earlier(self._cells, stream, trajectory, slots, *self._tables.arrays())
+        return slots[slots >= 0].flip(0).numpy()
+
+    def __getstate__(self) -> tuple[EventTables, np.ndarray]:
+        # not tensors, which processes would share
+        return self._tables, self.stored().numpy()
+
+    def __setstate__(self, state: tuple[EventTables, np.ndarray]) -> None:
+        tables, found = state
+        self.__init__(tables)
+        self.load(torch.from_numpy(found.copy()))
+
+
 class TableView:
     """What draws and updates read of event tables, on the device of the storage.
 
@@ -436,52 +528,59 @@ class TableView:
     """
 
     def __init__(self, tables: EventTables, num_slots: int, device: torch.device):
-        self._tables, self._device, self._is_copy = tables, device, device.type != "cpu"
-        self.is_empty = tables.num_slots != num_slots
-        self.begins = torch.tensor(tables.begins_for(num_slots), device=device)
+        self._tables, self._device, self.is_copy = tables, device, device.type != "cpu"
+        self.is_empty, self._first = tables.num_slots != num_slots, len(tables) - tables.num_lists
+        begins = tables.begins_for(num_slots)
+        self.begins = torch.tensor(begins, device=device)
         if self.is_empty:
-            empty = torch.full((len(tables), int(tables.begins_for(num_slots)[-1])), -1, device=device)
-            arrays = [empty[0], empty[0 if tables.retention == "pinned" else 1 :, :num_slots], 0 * empty[:, 0]]
+            self.slot_at = torch.full((begins[-1],), -1, device=device)
+            self.places = torch.full((tables.num_lists, num_slots), -1, device=device)
+            self.counts = torch.zeros(len(tables), dtype=torch.int64, device=device)
+            self.journal = torch.zeros(1, 2, dtype=torch.int64, device=device)
         else:
-            arrays = [array.to(device, non_blocking=True) for array in self._arrays()]
-        self.slot_at, self.places, self.counts = arrays
-
-    def _arrays(self) -> list[Tensor]:
-        return [self._tables.slot_at, self._tables.places, self._tables.counts]
+            arrays = tables.slot_at, tables.places, tables.counts
+            self.slot_at, self.places, self.counts = (array.to(device, non_blocking=True) for array in arrays)
+            # changes are sent one by one
+            self.journal = self.begins[:2].view(1, 2) if self.is_copy else tables.journal
+        self.views = Views(self.slot_at, self.places, self.counts, self.journal)
 
     def send(self) -> None:
         """Send all arrays to the device."""
-        if self._is_copy and not self.is_empty:
-            for own, array in zip((self.slot_at, self.places, self.counts), self._arrays(), strict=True):
+        if self.is_copy and not self.is_empty:
+            for own, array in (
+                (self.slot_at, self._tables.slot_at),
+                (self.places, self._tables.places),
+                (self.counts, self._tables.counts),
+            ):
                 own.copy_(array, non_blocking=True)
 
-    def send_changes(self, positions: np.ndarray, slots: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Send what changed at ``positions`` [n] and for ``slots`` [m].
+    def changes(self, seen: int) -> Tensor:
+        """Positions that changed since the counter of changes was ``seen``, and the slots that moved, [n, 2].
 
-        Returns:
-            Both on the device, and the slots that are at the positions now, int64 [n]; -1 where there is none.
+        They are on the device, and the device knows what is at the positions now.
         """
-        now = self._tables.slot_at.numpy()[positions].astype(np.int64)
-        on_device = [torch.from_numpy(each) for each in (positions, slots, now)]
-        if self._is_copy:
-            places = torch.from_numpy(self._tables.places.numpy()[:, slots]).to(self._device, non_blocking=True)
-            on_device = [each.to(self._device, non_blocking=True) for each in on_device]
-            self.slot_at.index_copy_(0, on_device[0], on_device[2].to(self.slot_at.dtype))
-            self.places.index_copy_(1, on_device[1], places)
+        position, slot = self._tables.changes(seen)
+        changes = torch.from_numpy(np.stack([position, slot], 1))
+        if self.is_copy:
+            now, places = self._tables.slot_at[position], self._tables.places[:, slot]
+            changes, now, places = (each.to(self._device, non_blocking=True) for each in (changes, now, places))
+            self.slot_at.index_copy_(0, changes[:, 0], now)
+            self.places.index_copy_(1, changes[:, 1], places)
             self.counts.copy_(self._tables.counts, non_blocking=True)
-        return on_device[0], on_device[1], on_device[2]
+        return changes
 
-    def _find(self, slots: Tensor) -> Tensor:
+    def positions(self, slots: Tensor) -> Tensor:
+        """Position of each of ``slots`` [n] in each table, negative if it is not there; int64 [tables, n]."""
+        listed = self.find(slots).to(torch.int64)
+        return torch.cat([slots.unsqueeze(0), listed]) if self._first else listed
+
+    def find(self, slots: Tensor) -> Tensor:
+        """Position of each of ``slots`` [n] in each list, [lists, n]; in a ring, the default table is no list."""
         if not is_traced():
             return self.places.index_select(1, slots)
         rows = torch.arange(len(self.places), device=self._device).unsqueeze(1) * self.places.shape[1]
         return gather_in_bounds(self.places.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
 
-    def positions(self, slots: Tensor) -> Tensor:
-        """Position of each of ``slots`` [n] in each table, negative if it is not there; int64 [tables, n]."""
-        listed = self._find(slots).to(torch.int64)
-        return listed if len(listed) == len(self.counts) else torch.cat([slots.unsqueeze(0), listed])
-
     def holds(self, slots: Tensor) -> Tensor:
-        """True where a list holds one of ``slots`` [n], bool [lists, n]; in a ring, the default table is no list."""
-        return self._find(slots) >= 0
+        """True where a list holds one of ``slots`` [n], bool [lists, n]."""
+        return self.find(slots) >= 0

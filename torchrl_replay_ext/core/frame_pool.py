@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import (
-    add_in_bounds,
     gather_in_bounds,
+    is_traced,
     raise_if,
     rows_where,
     scatter_in_bounds,
@@ -23,20 +21,6 @@ _BLANK = 0
 def _shifted(values: Tensor) -> Tensor:
     """``values`` [n] shifted by one place to the right; the first value is 0."""
     return torch.cat([values.new_zeros(1), values[:-1]])
-
-
-class _Links(NamedTuple):
-    """The frames that the rows of a write need.
-
-    Args:
-        ids: int64 [n, k + 1], ids of stored frames, and -1, -2, ... for new frames.
-        new: bool [n, k + 1], True at the first occurrence of a new frame.
-        newest: bool [n], True for the last row of each trajectory.
-    """
-
-    ids: Tensor
-    new: Tensor
-    newest: Tensor
 
 
 class FramePool:
@@ -96,15 +80,7 @@ class FramePool:
         self.mismatched = zeros(1)
         self.clear_()
 
-    def write(
-        self,
-        slots: Tensor,
-        before: Tensor,
-        after: Tensor,
-        trajectory: Tensor | None = None,
-        *,
-        is_checked: bool = False,
-    ) -> None:
+    def write(self, slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor | None = None) -> None:
         """Write the stacks of new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
@@ -112,22 +88,21 @@ class FramePool:
             before: frames of the observation, [n, k, ...], the newest last.
             after: frames of the next observation, [n, k, ...], the newest last.
             trajectory: int64 [n], trajectory ids. None (default): all rows belong to one trajectory.
-            is_checked: the caller has called :func:`require_one_step`. Default: False.
 
         Raises:
-            ValueError: if the two stacks of a transition are not one step apart.
-            RuntimeError: if there is no place for all new frames. After an error the pool is unchanged. A graph counts
-                such transitions and frames instead, and stores blank frames for those without a place.
+            RuntimeError: if there is no place for all new frames; the pool is unchanged then. A graph counts such
+                frames instead and stores blank frames for them. It also counts transitions that
+                :func:`require_one_step` refuses, which callers check outside graphs.
         """
         if trajectory is None:
             trajectory = torch.zeros_like(slots)
-        if not is_checked:
+        if is_traced():
             self.mismatched.add_(require_one_step(before, after).sum())
-        links = self._link(before, after, trajectory)
-        ids = self._allocate(slots, links)
-        self._store(ids, links.new, before, after)
+        wanted, new, newest = self._link(before, after, trajectory)
+        ids = self._allocate(slots, wanted, new.sum().reshape(1))
+        self._store(ids, new, before, after)
         scatter_in_bounds(self._ids, slots, ids.to(torch.int32))
-        self._remember(slots, trajectory, links.newest)
+        self._remember(slots, trajectory, newest)
 
     def read(self, slots: Tensor) -> Tensor:
         """The k + 1 frames of each of ``slots`` [n], [n, k + 1, ...], the newest last."""
@@ -135,7 +110,13 @@ class FramePool:
         frames = gather_in_bounds(self.frames, ids.reshape(-1))
         return frames.view(*ids.shape, *frames.shape[1:])
 
-    def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> _Links:
+    def _link(self, before: Tensor, after: Tensor, trajectory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The frames that the rows of a write need.
+
+        Returns:
+            The ids of stored frames, and -1, -2, ... for new frames, int64 [n, k + 1]; where a new frame occurs first,
+            bool [n, k + 1]; and which rows are the last of their trajectory, bool [n].
+        """
         count, depth = trajectory.shape[0], self.num_stacked
         rows = torch.arange(count, device=trajectory.device)
         # the previous row of the same trajectory, or -1
@@ -173,17 +154,16 @@ class FramePool:
         follows = follows_row.unsqueeze(1)
         for _ in range(depth):
             ids = torch.cat([where_int64(follows, ids[previous][:, 1:], ids[:, :-1]), ids[:, -1:]], 1)
-        return _Links(ids, new, newest)
+        return ids, new, newest
 
-    def _allocate(self, slots: Tensor, links: _Links) -> Tensor:
+    def _allocate(self, slots: Tensor, linked: Tensor, wanted: Tensor) -> Tensor:
         """Update reference counts, free unused frames and assign places to new frames; return the ids [n, k + 1]."""
-        wanted = links.new.sum().reshape(1)
-        ids = links.ids.reshape(-1)
+        ids = linked.reshape(-1)
         known = ids > _BLANK
         dropped = gather_in_bounds(self._ids, slots).reshape(-1).to(torch.int64)
         held = dropped > _BLANK
-        self._refer(ids.clamp_min(_BLANK), known.to(torch.int32))
-        self._refer(dropped, -held.to(torch.int32))
+        self._references.index_add_(0, ids.clamp_min(_BLANK), known.to(torch.int32))
+        self._references.index_add_(0, dropped, -held.to(torch.int32))
         # if several rows drop the same frame, free it once
         order = torch.arange(dropped.shape[0], device=slots.device)
         scatter_in_bounds(self._mark, dropped, order.to(torch.int32))
@@ -192,8 +172,8 @@ class FramePool:
         )
 
         def undone() -> RuntimeError:
-            self._refer(dropped, held.to(torch.int32))
-            self._refer(ids.clamp_min(_BLANK), -known.to(torch.int32))
+            self._references.index_add_(0, dropped, held.to(torch.int32))
+            self._references.index_add_(0, ids.clamp_min(_BLANK), -known.to(torch.int32))
             return RuntimeError(
                 f"stored transitions need all {self.capacity} frames, because the trajectories are too short. Pass a "
                 "larger frame_capacity=; a trajectory of L steps needs L + 1 frames. If there are more than "
@@ -214,11 +194,8 @@ class FramePool:
         self._num_free.sub_(served)
         asking = ids < _BLANK
         ids = where_int64(asking, gather_in_bounds(given, (-1 - ids).clamp_min(0)).to(torch.int64), ids)
-        self._refer(ids, (asking & (ids > _BLANK)).to(torch.int32))
-        return ids.view_as(links.ids)
-
-    def _refer(self, ids: Tensor, change: Tensor) -> None:
-        add_in_bounds(self._references, ids, change)
+        self._references.index_add_(0, ids, (asking & (ids > _BLANK)).to(torch.int32))
+        return ids.view_as(linked)
 
     def _store(self, ids: Tensor, new: Tensor, before: Tensor, after: Tensor) -> None:
         place = where_int64(new & (ids > _BLANK), ids, torch.full_like(ids, self._nowhere))

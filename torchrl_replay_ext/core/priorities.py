@@ -80,16 +80,6 @@ class Priorities:
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
 
-    def undo_exclude(self, slots: Tensor, largest: Tensor) -> None:
-        """Undo :meth:`exclude` of ``slots`` [n] after a rejected write; ``largest``: the largest priority before."""
-        self.recount(slots)
-        self.largest.copy_(largest)
-
-    def set(self, slots: Tensor, priority: Tensor) -> None:
-        """Set d of ``slots`` [n], without duplicates, to ``priority`` [n]."""
-        self.of_slot[slots] = priority
-        self.recount(slots)
-
     def update(
         self,
         slots: Tensor,
@@ -172,15 +162,11 @@ class Priorities:
         """The bits of d [n] as int64, in the same order as d; 0 for transitions that were never updated."""
         return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
 
-    def clear(self) -> None:
-        """Delete all priorities, but keep the largest priority."""
-        self.of_slot.zero_()
-        self.rebuild()
-
     def reset(self) -> None:
         """Restore the initial state."""
         self.largest.fill_(self._first)
-        self.clear()
+        self.of_slot.zero_()
+        self.rebuild()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""

@@ -1,4 +1,4 @@
-"""The ranks of transitions by buckets of nearly equal priorities, on the CPU."""
+"""The ranks of transitions by buckets of nearly equal priorities."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import read_root
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import rank_find, rank_move, rank_rank_of, rank_rebuild
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, NEW, NOWHERE
 
@@ -18,31 +16,31 @@ _DROPPED_BITS = 16
 
 
 class RankBuckets:
-    """The stored transitions in the order of their ranks, counted from 0, without a sort.
+    """Slots in the order of their ranks, counted from 0.
 
-    A bucket holds the transitions whose float32 priorities have the same upper 16 bits, which differ by less than
-    0.8 %. Ranks descend from bucket to bucket. Within a bucket they follow the places of its members in an array:
-    a transition gets the last place when it is updated, and when one leaves, that of the last place takes its place.
-    The first bucket is for transitions that were never updated; there the last place has rank 0.
+    A bucket holds the slots whose float32 priorities have the same upper 16 bits, which differ by less than 0.8 %.
+    Ranks descend from bucket to bucket. Within a bucket they follow the places of its members in an array: a slot gets
+    the last place when it is updated, and when one leaves, that of the last place takes its place. The first bucket is
+    for slots that were never updated; there the last place has rank 0.
 
-    The arrays are those of ``kernels/rank_layout.py``. All changes take effect at once and cost O(1) per row.
+    The arrays are those of ``kernels/rank_layout.py``. On the CPU, changes take effect at once and cost O(1) per row.
+    On CUDA, :meth:`refresh` sorts.
 
     Args:
-        log, priorities: the state of the slots.
+        size: number of slots.
+        device: device of the arrays.
     """
 
-    writes_in_graphs = True
-
-    def __init__(self, log: WriteLog, priorities: Priorities):
-        self._log, self._priorities, self._size = log, priorities, log.layout.size
+    def __init__(self, size: int, device: torch.device):
+        self._size = size
 
         def numbers(count: int, dtype: torch.dtype, value: int = 0) -> Tensor:
-            return torch.full((count,), value, dtype=dtype, device=log.layout.device)
+            return torch.full((count,), value, dtype=dtype, device=device)
 
-        self._bucket = numbers(self._size, torch.int32, NOWHERE)
-        self._place = numbers(self._size, torch.int64)
-        # blocks with space for half as many more transitions, and space for blocks that grow
-        self._members = numbers(3 * self._size + 2 * min(self._size, BUCKETS) + 2, torch.int32)
+        self._bucket = numbers(size, torch.int32, NOWHERE)
+        self._place = numbers(size, torch.int64)
+        # blocks with space for half as many more slots, and space for blocks that grow
+        self._members = numbers(3 * size + 2 * min(size, BUCKETS) + 2, torch.int32)
         self._start = numbers(BUCKETS, torch.int64)
         self._room = numbers(BUCKETS, torch.int32)
         self._counts = numbers(2 * BUCKETS, torch.int32)
@@ -55,8 +53,8 @@ class RankBuckets:
 
     @staticmethod
     def _bucket_of(priority: Tensor) -> Tensor:
-        """The bucket of each priority >= 0, int32 [n]; the bits of positive floats are ordered like the floats."""
-        return BUCKETS - 1 - (priority.view(torch.int32) >> _DROPPED_BITS)
+        """The bucket of each priority, int32 [n]; the bits of positive floats are ordered like the floats."""
+        return torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> _DROPPED_BITS))
 
     def insert(self, slots: Tensor) -> None:
         """Give new transitions in ``slots`` [n] the first ranks, the last one rank 0."""
@@ -66,9 +64,20 @@ class RankBuckets:
         """Remove ``slots`` [n]."""
         rank_move(*self._arrays, slots.contiguous(), self._nowhere)
 
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Move each of ``slots`` [n] to the rank of its new ``priority`` [n]; see :meth:`Distribution.update`."""
-        rank_move(*self._arrays, slots.contiguous(), self._bucket_of(priority.contiguous()))
+    def update(self, slots: Tensor, priority: Tensor, *, kept: Tensor | None = None) -> None:
+        """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`Distribution.update`.
+
+        A negative priority is that of a new transition. Rows that are not ``kept``, bool [n], are removed. Default:
+        None, all are kept.
+        """
+        bucket = self._bucket_of(priority.contiguous())
+        bucket = bucket if kept is None else torch.where(kept, bucket, NOWHERE)
+        rank_move(*self._arrays, slots.contiguous(), bucket)
+
+    def refresh(self) -> None:
+        """Bring the ranks up to date before they are read."""
+        if not self._bucket.is_cpu:
+            rank_rebuild(*self._arrays)
 
     def total(self) -> Tensor:
         """Number of transitions, int64 []."""
@@ -84,54 +93,51 @@ class RankBuckets:
     def rank_of(self, slots: Tensor) -> Tensor:
         """The rank of each of ``slots`` [n], int64 [n]; -1 for slots without a transition."""
         rank = torch.empty_like(slots)
-        rank_rank_of(self._bucket, self._place, self._counts, slots.contiguous(), rank)
+        rank_rank_of(self._bucket, self._place, self._members, self._counts, slots.contiguous(), rank)
         return rank
-
-    def sort_if_due(self) -> None:
-        """Do nothing: ranks are never stale."""
-
-    sort = sort_if_due
 
     def clear(self) -> None:
         """Remove all transitions."""
         self._bucket.fill_(NOWHERE)
         self._place.zero_()
+        self._top.zero_()
         rank_rebuild(*self._arrays)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save; the rest follows from the priorities."""
         return {"place": self._place}
 
-    def rebuild(self) -> None:
-        """Recompute the buckets from the priorities after :meth:`tensors` were replaced."""
-        priority = self._priorities.of_slot
-        bucket = torch.where(priority < 0, NEW, self._bucket_of(priority))
-        self._bucket.copy_(torch.where(self._log.generation > 0, bucket, NOWHERE))
+    def rebuild(self, priority: Tensor, stored: Tensor) -> None:
+        """Recompute the buckets after :meth:`tensors` were replaced.
+
+        Args:
+            priority: of each slot, negative if it was never updated, float32 [slots].
+            stored: True if a slot holds a transition, bool [slots].
+        """
+        self._bucket.copy_(torch.where(stored, self._bucket_of(priority), NOWHERE))
         # saved places of other devices, or wrong ones, still are an order
         order = self._place.argsort(stable=True)
         order = order[self._bucket[order].argsort(stable=True)]
         ordered = self._bucket[order]
         # new transitions: the number of those that follow, negative
         origin = torch.searchsorted(ordered, torch.where(ordered == NEW, NEW + 1, ordered))
-        self._place[order] = torch.arange(self._size) - origin
+        self._place[order] = torch.arange(self._size, device=order.device) - origin
+        self._top.fill_(self._size)
         rank_rebuild(*self._arrays)
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""
+    def check_valid(self, priority: Tensor, stored: Tensor) -> None:
+        """Raise AssertionError if the state is inconsistent; see :meth:`rebuild`. O(N)."""
+        self.refresh()
         expected = copy.copy(self)
         for name, tensor in vars(self).items():
             if isinstance(tensor, Tensor):
                 setattr(expected, name, tensor.clone())
-        expected.rebuild()
+        expected.rebuild(priority, stored)
         if not torch.equal(self._bucket, expected._bucket):
             raise AssertionError("RankBuckets: a transition is in a wrong bucket")
         if not torch.equal(self._counts, expected._counts):
             raise AssertionError("RankBuckets: a count is wrong")
-        slots = self._log.stored_slots()
-        rank = self.rank_of(slots)
-        if not torch.equal(rank.sort().values, torch.arange(len(slots))) or not torch.equal(self.find(rank), slots):
+        slots = stored.nonzero().squeeze(1)
+        rank, numbers = self.rank_of(slots), torch.arange(len(slots), device=slots.device)
+        if not torch.equal(rank.sort().values, numbers) or not torch.equal(self.find(rank), slots):
             raise AssertionError("RankBuckets: a place is assigned to another slot")
-
-    def stats(self) -> dict[str, Tensor]:
-        """Statistics for logging, scalars."""
-        return {"stale": torch.zeros(())}

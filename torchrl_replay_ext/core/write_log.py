@@ -1,4 +1,4 @@
-"""A log of the writes to a buffer: the ring position, the generation of each slot, and the dirty flag."""
+"""A log of the writes to a buffer: the ring position and the generation of each slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, read, scalar
 from torchrl_replay_ext.core.layout import MOST, Layout
-from torchrl_replay_ext.core.recoverable import Flag, Recoverable
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record
 
@@ -41,8 +40,23 @@ class RingWrite(NamedTuple):
     cursor: int
 
 
-class WriteLog(Recoverable):
-    """Records the writes to a buffer: the ring position, the generation of each slot, and the dirty flag.
+class Flag:
+    """A truth value that processes can share. It is on the CPU, where reading is cheap."""
+
+    def __init__(self):
+        self._tensor = torch.zeros(1, dtype=torch.bool, device="cpu")
+        self._views = Views(self._tensor)
+
+    def __bool__(self) -> bool:
+        return bool(self._views()[0][0])
+
+    def set(self, value: bool) -> None:
+        """Change the value."""
+        self._views()[0][0] = value
+
+
+class WriteLog:
+    """Records the writes to a buffer: the ring position and the generation of each slot.
 
     Writes are numbered from 1. The generation of a slot is the number of the write that filled it, or 0 if the slot is
     empty. A number is never used again, even after the buffer was emptied or a state was loaded.
@@ -54,7 +68,6 @@ class WriteLog(Recoverable):
     """
 
     def __init__(self, layout: Layout):
-        super().__init__()
         self.layout = layout
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
@@ -176,12 +189,6 @@ class WriteLog(Recoverable):
         is_number = not isinstance(announced, Tensor) or not announced.ndim
         return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
 
-    def forget_contents(self) -> None:
-        """Mark all slots as empty, but keep the ring position."""
-        self._make_draws_late()
-        self.generation.zero_()
-        self._announced = None
-
     # --- the ring
 
     def see_step(self, step: int | Tensor) -> None:
@@ -228,16 +235,6 @@ class WriteLog(Recoverable):
         steps = self.layout.steps
         return (first + torch.arange((end - first) % steps, device=self.layout.device)) % steps
 
-    def runs(self) -> list[Tensor]:
-        """Contiguous runs of slots that are not empty, oldest first, int64 [n] each."""
-        layout = self.layout
-        order = torch.arange(layout.steps, device=layout.device) + (self.next_step() or 0)
-        slots = layout.slots_at(order % layout.steps)
-        is_stored = (self.generation > 0)[slots].all(1)
-        ends = ((is_stored[1:] != is_stored[:-1]).nonzero().squeeze(1) + 1).cpu()
-        runs = zip(slots.tensor_split(ends), is_stored.tensor_split(ends), strict=True)
-        return [run.reshape(-1) for run, kept in runs if kept.numel() and bool(kept[0])]
-
     # --- state
 
     def clear(self) -> None:
@@ -247,7 +244,6 @@ class WriteLog(Recoverable):
         self._cleared_at.copy_(self.num_writes)
         self._has_writes.set(False)
         self.last_seen_step.fill_(UNKNOWN)
-        self.mark_clean()
         self._announced = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -280,7 +276,6 @@ class WriteLog(Recoverable):
         """Called after :meth:`tensors` were replaced."""
         self._make_draws_late()
         self._has_writes.set(False)
-        self.mark_clean()
         self._announced = None
 
     def check_valid(self) -> None:

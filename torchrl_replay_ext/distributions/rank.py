@@ -14,13 +14,12 @@ from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform,
 from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
-from torchrl_replay_ext.core.sorted_ranks import SortedRanks
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
 from torchrl_replay_ext.kernels.ops import rank_tabulate
 
-# An annealed alpha is applied in steps of this size on the CPU.
-_STEP = 0.01
+# An annealed alpha is applied in steps of this size.
+STEP = 0.01
 
 Segments = Literal["exact", "piecewise"]
 
@@ -28,14 +27,11 @@ Segments = Literal["exact", "piecewise"]
 class RankBased(Distribution):
     """P(i) = rank(i)^−α / Σ_r r^−α; see :class:`~torchrl_replay_ext.RankBasedSampler`.
 
-    On the CPU, ranks are those of buckets of priorities; on accelerators, those of the last sort.
-
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent.
         stratified: draw one slot from each of B segments of equal probability.
         segments: ``"exact"``: segments follow P exactly. ``"piecewise"``: the paper's approximation.
-        stale_fraction: on accelerators, share of the transitions that may change before the next sort.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
@@ -49,39 +45,27 @@ class RankBased(Distribution):
         alpha: Hyperparameter,
         stratified: bool,
         segments: Segments,
-        stale_fraction: float,
         weight_norm: WeightNorm,
     ):
-        self._log, self._alpha = log, alpha
+        self._log, self._priorities, self._alpha = log, priorities, alpha
         self._stratified, self._segments, self._weight_norm = stratified, segments, weight_norm
         self._size, self._device = size, device = log.layout.size, log.layout.device
-        if device.type == "cpu":
-            self._ranks = RankBuckets(log, priorities)
-        else:
-            self._ranks = SortedRanks(log, priorities, stale_fraction=stale_fraction, on_sort=self._tabulate_if_changed)
-        self.writes_in_graphs = self._ranks.writes_in_graphs
+        self._ranks = RankBuckets(size, device)
         # Σ_{r≤k} r^-alpha, and the alpha of this table
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
-        self._tabulate(alpha.value)
+        self._tabulate(alpha.tensor, 0.0)
         # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
         self._num_segments = 0
 
-    def _tabulate(self, alpha: Tensor) -> None:
-        self._table_alpha.copy_(alpha.reshape(1))
-        ranks = torch.arange(1, self._size + 1, dtype=torch.float64, device=self._device)
-        torch.cumsum(ranks.pow_(-self._table_alpha), 0, out=self._cumulative)
-
-    def _tabulate_if_changed(self) -> None:
-        alpha = self._alpha.value
-        if alpha.item() != self._table_alpha.item():
-            self._tabulate(alpha)
+    def _tabulate(self, alpha: Tensor, step: float) -> None:
+        rank_tabulate(self._cumulative, self._table_alpha, alpha, step)
 
     def _prepare(self) -> None:
         """Bring ranks and alpha up to date before a draw."""
-        self._ranks.sort_if_due()
-        if self._alpha.annealed and self._device.type == "cpu":
-            rank_tabulate(self._cumulative, self._table_alpha, self._alpha.value.reshape(1), _STEP)
+        self._ranks.refresh()
+        if self._alpha.annealed:
+            self._tabulate(self._alpha.tensor, STEP)
 
     def clear(self) -> None:
         self._ranks.clear()
@@ -93,11 +77,11 @@ class RankBased(Distribution):
         return {"table_alpha": (0.0, MOST)}
 
     def check_valid(self) -> None:
-        self._ranks.check_valid()
+        self._ranks.check_valid(self._priorities.of_slot, self._log.generation > 0)
 
     def rebuild(self) -> None:
-        self._ranks.rebuild()
-        self._tabulate(self._table_alpha.clone())
+        self._ranks.rebuild(self._priorities.of_slot, self._log.generation > 0)
+        self._tabulate(self._table_alpha.clone(), 0.0)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._ranks.insert(slots)
@@ -110,11 +94,7 @@ class RankBased(Distribution):
 
     def reweight(self, slots: Tensor | None) -> None:
         if slots is None:
-            self._tabulate(self._alpha.value)
-
-    def sort(self) -> None:
-        """Sort all transitions; on the CPU, do nothing."""
-        self._ranks.sort()
+            self._tabulate(self._alpha.tensor, 0.0)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         self._prepare()
@@ -172,6 +152,3 @@ class RankBased(Distribution):
         rank = self._ranks.rank_of(slots)
         bounds = self._bounds(self._ranks.total(), self._num_segments) if self._num_segments else None
         return self._density(rank.clamp_min(0), bounds) * (rank >= 0)
-
-    def stats(self) -> dict[str, Tensor]:
-        return self._ranks.stats()

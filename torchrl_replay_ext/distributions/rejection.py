@@ -9,7 +9,6 @@ from torchrl_replay_ext.compilation import random_seed
 from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.distributions.table_rows import TableRows
 from torchrl_replay_ext.kernels.ops import reaper_draw
 
 
@@ -35,7 +34,7 @@ class Rejection:
         self._none = self._zero[:0]
 
     def draw(
-        self, batch_size: int, generator: torch.Generator | None, rows: TableRows | None = None
+        self, batch_size: int, generator: torch.Generator | None, rows: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Draw leaves from Ψ, independently, each from the table of its row.
 
@@ -44,7 +43,8 @@ class Rejection:
         Args:
             batch_size: number of rows, B.
             generator: source of randomness; None: the global generator. A compiled graph ignores it.
-            rows: the tables of the rows. None (default): there are no tables.
+            rows: the table of each row, and the sums of the masses before each table and in it, int64. None (default):
+                there are no tables.
 
         Returns:
             The leaves, int64 [B], and Ψ of each, float64 [B].
@@ -52,7 +52,7 @@ class Rejection:
         leaves = self._tree.leaves
         if rows is None:
             self._tree.raise_if_empty()
-            rows = TableRows(self._none, self._zero, self._tree.nodes[:1])
+            rows = self._none, self._zero, self._tree.nodes[:1]
         leaf = leaves.new_empty(batch_size)
         density = leaves.new_empty(batch_size, dtype=torch.float64)
         reaper_draw(

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import gather_in_bounds, rows_where
+from torchrl_replay_ext.compilation import gather_in_bounds, uniform, where_int64
 from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.rank_order import RankOrder, masses
+from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
+from torchrl_replay_ext.distributions.rank import STEP
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.distributions.table_rows import TableRows, propose
+from torchrl_replay_ext.kernels.ops import events_mixture, rank_tabulate
 
 
 class Uniform(WriteObserver):
@@ -35,8 +37,8 @@ class Uniform(WriteObserver):
     takes_priorities = False
     # see WriteObserver.needs_order
     needs_order = False
-    # True if masses are computed by sorting
-    sorts = False
+    # True if :meth:`move` has to be called
+    follows = False
     # True if an entry is drawn in proportion to its mass
     draws_by_mass = True
     # why joint draws from several shards are not possible; None: they are
@@ -44,49 +46,48 @@ class Uniform(WriteObserver):
 
     def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, view: TableView):
         self._log, self._priorities, self._tree, self._view = log, priorities, tree, view
+        self._no_numbers = priorities.of_slot[:0].clone()
+        self._no_exponent = self._no_numbers.to(torch.float64)
 
     @property
     def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
         return MAX_PRIORITY
 
-    def power(self) -> tuple[Tensor, Tensor] | None:
-        """Numbers and the exponent [1] whose power is the mass of each slot; no numbers if all masses are 1 unit.
+    def power(self) -> tuple[Tensor, Tensor]:
+        """Numbers and the exponent first, whose power is the mass of each slot; no numbers if all masses are 1 unit."""
+        return self._no_numbers, self._no_exponent
 
-        None: masses depend on more than the slot.
-        """
-        return self._tree.leaves[:0], self._tree.leaves[:0]
+    def refresh(self) -> None:
+        """Bring what draws read up to date."""
 
-    def masses(self, positions: Tensor, slots: Tensor) -> Tensor | int:
-        """Masses of ``slots`` [n] at ``positions`` [n], or one number for all."""
-        return SumTree.UNIT
+    def move(self, positions: Tensor) -> None:
+        """Called with the ``positions`` [n] whose entries or priorities have changed; negative ones are skipped."""
 
-    def draw(self, u: Tensor, rows: TableRows, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw an entry for each of ``rows``, from uniform numbers ``u`` [B].
+    def draw(
+        self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw an entry for each row, from its ``table`` [B]; only called if not :attr:`draws_by_mass`.
+
+        ``low`` and ``total``: the sums of the masses before each table and in it, int64 [tables].
 
         Returns:
-            The positions, int64 [B]; their masses, [B]; the sum of the masses of each table, [tables]. With
-            reliability, masses and sums are those of Ψ.
+            The positions, int64 [B]; numbers in proportion to q_k of each, [B]; their sums over each table, [tables].
         """
-        low, total = gather_in_bounds(rows.low, rows.table), gather_in_bounds(rows.total, rows.table)
-        return *propose(self._tree, u, low, total), rows.total
+        raise NotImplementedError
 
-    def density(self, mass: Tensor, slots: Tensor) -> Tensor:
-        """Numbers in proportion to q_k(i) of ``slots`` [n], which have the masses ``mass`` [tables, n]."""
-        return mass
+    def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
+        """The sum over the tables of ``per_mass`` [tables] times the number in proportion to q_k(i), [n]."""
+        probability = per_mass.new_empty(slots.shape[0])
+        events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
+        return probability
 
     def exact_totals(self, total: Tensor) -> Tensor:
-        """The sum of :meth:`density` over each table, whose masses have the sums ``total`` [tables]. O(N)."""
+        """The sums over each table of what :meth:`mixture` adds up; the masses have the sums ``total``. O(N)."""
         return total
 
-    def sort(self) -> None:
-        """Sort the entries, if :attr:`sorts`."""
-
-    def sort_if_due(self) -> None:
-        """Sort if enough entries have changed."""
-
-    def count_changes(self, count: int) -> None:
-        """Count entries that were written or updated since the last sort."""
+    def reweight(self) -> None:
+        """Called after the exponent was changed."""
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         pass
@@ -135,81 +136,99 @@ class ByPriority(Uniform):
     def max_supported_priority(self) -> float:
         return largest_priority(self._tree, self._alpha)
 
-    def power(self) -> tuple[Tensor, Tensor] | None:
-        return self._priorities.of_slot, self._alpha.tensors()[0]
-
-    def masses(self, positions: Tensor, slots: Tensor) -> Tensor:
-        priority = gather_in_bounds(self._priorities.of_slot, slots)
-        return SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.current())
+    def power(self) -> tuple[Tensor, Tensor]:
+        return self._priorities.of_slot, self._alpha.tensor
 
 
 class ByRank(Uniform):
-    """q_k(i) ∝ rank^−α, for the rank of d_i in table k at the last sort.
+    """q_k(i) ∝ rank^−α, for the rank of d_i in table k.
 
     Args:
         arguments: those of :class:`Uniform`.
         alpha: the exponent.
-        stale_fraction: share of the entries that may change before the next sort.
     """
 
-    takes_priorities = sorts = True
+    takes_priorities = follows = True
+    draws_by_mass = False
     why_not_joint = "ranks need the priorities of all shards; use priority=dict(kind='proportional')."
 
-    def __init__(self, *arguments: Any, alpha: Hyperparameter, stale_fraction: float):
+    def __init__(self, *arguments: Any, alpha: Hyperparameter):
         super().__init__(*arguments)
-        self._alpha, view, leaves = alpha, self._view, self._tree.leaves
-        self._order = RankOrder(
-            len(view.slot_at), tables=len(view.counts), stale_fraction=stale_fraction, device=leaves.device
-        )
+        self._alpha, begins, device = alpha, self._view.begins.tolist(), self._view.begins.device
+        self._begins, self._sizes = begins[:-1], [end - begin for begin, end in pairwise(begins)]
+        self._ranks = [RankBuckets(size, device) for size in self._sizes]
+        # Σ_{r≤k} r^-alpha, and the alpha of this table
+        self._cumulative = torch.zeros(max(self._sizes), dtype=torch.float64, device=device)
+        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
+        self.reweight()
 
-    def power(self) -> tuple[Tensor, Tensor] | None:
-        return None
+    def reweight(self) -> None:
+        rank_tabulate(self._cumulative, self._table_alpha, self._alpha.tensor, 0.0)
 
-    def _table_of(self, positions: Tensor) -> Tensor:
-        return (positions.unsqueeze(1) >= self._view.begins[1:-1]).sum(1)
+    def refresh(self) -> None:
+        for ranks in self._ranks:
+            ranks.refresh()
+        if self._alpha.annealed:
+            rank_tabulate(self._cumulative, self._table_alpha, self._alpha.tensor, STEP)
 
-    def masses(self, positions: Tensor, slots: Tensor) -> Tensor:
-        priority = gather_in_bounds(self._priorities.of_slot, slots)
-        return masses(self._order.rank(priority, self._table_of(positions)), self._alpha.value)
+    def move(self, positions: Tensor) -> None:
+        slots = gather_in_bounds(self._view.slot_at, positions.clamp_min(0)).to(torch.int64)
+        priority = gather_in_bounds(self._priorities.of_slot, slots.clamp_min(0))
+        for ranks, begin in zip(self._ranks, self._begins, strict=True):
+            # rows out of range are skipped
+            ranks.update(positions - begin, priority, kept=slots >= 0)
 
-    def count_changes(self, count: int) -> None:
-        self._order.changes.add_(count)
+    def _totals(self) -> Tensor:
+        counts = torch.stack([ranks.total() for ranks in self._ranks])
+        return gather_in_bounds(self._cumulative, (counts - 1).clamp_min(0)) * (counts > 0)
 
-    def sort_if_due(self) -> None:
-        if self._order.is_due(self._view.counts.sum()):
-            self.sort()
+    def _mass(self, rank: Tensor) -> Tensor:
+        return (rank + 1).clamp_min(1).to(torch.float64) ** -self._table_alpha * (rank >= 0)
 
-    @torch.no_grad()
-    def sort(self) -> None:
-        with self._log.transaction():
-            self._sort()
+    def draw(
+        self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        u = uniform(table.shape[0], device=table.device, generator=generator)
+        position, rank_in_table, totals = torch.zeros_like(table), torch.full_like(table, -1), self._totals()
+        for number, (ranks, begin) in enumerate(zip(self._ranks, self._begins, strict=True)):
+            rank = torch.searchsorted(self._cumulative, u * totals[number], right=True)
+            rank = torch.minimum(rank, ranks.total() - 1)
+            found = ranks.find(rank) + begin
+            position = where_int64(table == number, found, position)
+            rank_in_table = where_int64(table == number, rank, rank_in_table)
+        return position, self._mass(rank_in_table), totals
 
-    def _sort(self) -> None:
-        count = len(self._view.counts)
-        slots = self._view.slot_at.to(torch.int64)
-        positions = torch.arange(len(slots), device=slots.device)
-        table = self._table_of(positions)
-        held = slots >= 0
-        slots = slots.clamp_min(0)
-        held &= self._log.generation[slots] > 0
-        # on an accelerator, which cannot leave out positions, those without an entry come last
-        table = torch.where(held, table, count)
-        kept = rows_where(held)
-        positions, slots, table = positions[kept], slots[kept], table[kept]
-        order = self._order.sort(self._priorities.of_slot[slots], table)
-        positions, table = positions[order], table[order]
-        begins = torch.searchsorted(table, torch.arange(count + 1, device=table.device))
-        rank = torch.arange(len(order), device=table.device) - begins[table]
-        leaves = self._tree.leaves
-        leaves.zero_()
-        leaves[positions] = masses(rank, self._alpha.value) * (table < count)
-        self._tree.rebuild_()
+    def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
+        positions, result = self._view.positions(slots), per_mass.new_zeros(slots.shape[0])
+        for number, (ranks, begin) in enumerate(zip(self._ranks, self._begins, strict=True)):
+            result = result + per_mass[number] * self._mass(ranks.rank_of(positions[number] - begin))
+        return result
+
+    def exact_totals(self, total: Tensor) -> Tensor:
+        return self._totals()
 
     def clear(self) -> None:
-        self._order.clear()
+        for ranks in self._ranks:
+            ranks.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._order.tensors()
+        places = {f"place_{number}": ranks.tensors()["place"] for number, ranks in enumerate(self._ranks)}
+        return {"table_alpha": self._table_alpha, **places}
+
+    def _state(self, number: int) -> tuple[Tensor, Tensor]:
+        begin, size = self._begins[number], self._sizes[number]
+        slots = self._view.slot_at[begin : begin + size].to(torch.int64)
+        stored = (slots >= 0) & (self._tree.leaves[begin : begin + size] > 0)
+        return self._priorities.of_slot[slots.clamp_min(0)], stored
+
+    def rebuild(self) -> None:
+        for number, ranks in enumerate(self._ranks):
+            ranks.rebuild(*self._state(number))
+        rank_tabulate(self._cumulative, self._table_alpha, self._table_alpha.clone(), 0.0)
+
+    def check_valid(self) -> None:
+        for number, ranks in enumerate(self._ranks):
+            ranks.check_valid(*self._state(number))
 
 
 class ByReliability(ByPriority):
@@ -236,18 +255,18 @@ class ByReliability(ByPriority):
     def max_supported_priority(self) -> float:
         return min(super().max_supported_priority, self._reliability.max_supported_priority)
 
-    def draw(self, u: Tensor, rows: TableRows, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-        position, mass = self._rejection.draw(len(u), generator, rows)
-        return position, mass, rows.total * self._rejection.acceptance()
+    def draw(
+        self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        position, mass = self._rejection.draw(table.shape[0], generator, (table, low, total))
+        return position, mass, total * self._rejection.acceptance()
 
-    def density(self, mass: Tensor, slots: Tensor) -> Tensor:
-        return mass * self._reliability.factor(slots)
+    def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
+        return super().mixture(slots, per_mass) * self._reliability.factor(slots)
 
     def exact_totals(self, total: Tensor) -> Tensor:
-        stored = self._log.stored_slots()
-        positions = self._view.positions(stored)
-        mass = self._tree.get(positions.reshape(-1)).view(positions.shape)
-        return self.density(mass, stored).sum(1)
+        stored, one = self._log.stored_slots(), torch.eye(len(total), dtype=torch.float64, device=total.device)
+        return torch.stack([self.mixture(stored, only).sum() for only in one])
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)

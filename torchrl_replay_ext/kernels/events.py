@@ -298,8 +298,13 @@ def reopen(episodes, used, found):
 
 
 @part
-def _mass(slot, of_slot, alpha):
-    """The mass d^α of a slot; without priorities, 1 unit."""
+def _mass(slot, of_slot, alpha, union, places):
+    """The mass of a slot; see :func:`set_masses`."""
+    if union.shape[0] > 0:
+        for k in range(places.shape[0]):
+            if places[k, _inside(slot, places.shape[1])] >= 0:
+                return union[0]
+        return union[1]
     if of_slot.shape[0] == 0:
         return UNIT
     return np.int64(np.ceil(abs(np.float64(of_slot[_inside(slot, of_slot.shape[0])])) ** alpha[0] * UNIT))
@@ -307,29 +312,35 @@ def _mass(slot, of_slot, alpha):
 
 @loop
 def set_masses(
-    leaves, nodes, minima, pages, seen, of_slot, alpha, slots, slot_at, places, counts, counters, journal
+    leaves, nodes, pages, of_slot, alpha, union, generation, slots, slot_at, places, counts, journal, begin, end,
 ):  # fmt: skip
-    """Set the masses of the entries that have changed since the counter of changes was ``seen`` [1], and of ``slots``.
+    """Set the masses of the entries that changed with the numbers ``begin`` to ``end`` - 1, and of ``slots``.
 
-    The leaves of the tree are the positions of the tables. ``of_slot`` are priorities, empty if all masses are 1 unit;
-    ``alpha[0]`` is their exponent.
+    The leaves of the tree are the positions of the tables. The mass of an entry is 1 unit or, if there are priorities
+    ``of_slot``, their power with the exponent ``alpha[0]``. Or, if ``union`` is not empty, only the entries of the
+    default table have masses: ``union[0]`` if an event table holds the slot, otherwise ``union[1]``.
     """
-    end, capacity = counters[CHANGES], slot_at.shape[0]
-    for row in range(min(max(seen[0], end - journal.shape[0]), end), end):
-        at = np.int64(_inside(journal[row % journal.shape[0], 0], capacity))
-        new = _mass(slot_at[at], of_slot, alpha) if slot_at[at] >= 0 else 0
-        put(leaves, nodes, pages, capacity, at, new)
+    capacity = slot_at.shape[0]
+    for row in range(max(begin, end - journal.shape[0]), end):
+        at, slot = np.int64(journal[row % journal.shape[0], 0]), np.int64(journal[row % journal.shape[0], 1])
+        new = 0
+        if union.shape[0] > 0:
+            at = _inside(slot, places.shape[1])
+            if generation[_inside(at, generation.shape[0])] > 0:
+                new = _mass(at, of_slot, alpha, union, places)
+        elif slot_at[_inside(at, capacity)] >= 0:
+            new = _mass(slot_at[_inside(at, capacity)], of_slot, alpha, union, places)
+        put(leaves, nodes, pages, capacity, np.int64(_inside(at, capacity)), new)
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
             continue
-        new = _mass(slot, of_slot, alpha)
+        new = _mass(slot, of_slot, alpha, union, places)
         if places.shape[0] < counts.shape[0]:
             put(leaves, nodes, pages, capacity, slot, new)
         for k in range(places.shape[0]):
-            if places[k, slot] >= 0:
+            if places[k, slot] >= 0 and union.shape[0] == 0:
                 put(leaves, nodes, pages, capacity, np.int64(_inside(places[k, slot], capacity)), new)
-    seen[0] = end
 
 
 @part
@@ -377,55 +388,86 @@ def _allocate(eta, allocation, seed, table):
         table[each], table[other] = table[other], table[each]
 
 
-@loop
-def draw(
-    seed, shares, min_sizes, allocation, is_uniform, leaves, nodes, pages, slot_at, places, counts, begins,
-    slots, table, mass, probability, eta, total,
-):  # fmt: skip
-    """Draw slots from the tables.
-
-    * ``seed``, int64 [1], determines the draws.
-    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
-      of rows.
-    * ``allocation``: how rows are divided among tables. ``is_uniform``: True if all masses are 0 or 1 unit.
-    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions.
-    * ``slot_at``, ``places``, ``counts``, ``begins``: see above.
-    * The results are ``slots``, their ``table``, ``mass`` and ``probability``, [n] each. If nothing can be drawn, the
-      mass is 0.
-    * Further results are ``eta``, η of each table, 0 for tables that are not used, with sum 1; and ``total``, the sum
-      of the masses of each table.
-    """
-    rows, tables = slots.shape[0], counts.shape[0]
-    first, capacity = tables - places.shape[0], slot_at.shape[0]
-    low = np.empty(tables + 1, np.int64)
-    prefix(leaves, nodes, pages, capacity, begins, low)
-    share, is_even = 0.0, is_uniform
+@part
+def _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total):
+    """See :func:`plan`."""
+    rows, tables, share = table.shape[0], counts.shape[0], 0.0
+    ends = np.empty(tables + 1, np.int64)
+    prefix(leaves, nodes, pages, capacity, begins, ends)
     for k in range(tables):
-        total[k] = low[k + 1] - low[k]
+        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
         is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
         eta[k] = shares[k] if is_used else 0.0
         share += eta[k]
     for k in range(tables):
         eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
-        is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
     _allocate(eta, allocation, seed[0], table)
+
+
+@part
+def _mixed(slot, per_mass, leaves, places):
+    """The probability of a slot; see :func:`mixture`."""
+    tables, running = per_mass.shape[0], 0.0
+    first = tables - places.shape[0]
+    for k in range(tables):
+        position = slot if k < first else places[k - first, slot]
+        if position >= 0:
+            running += per_mass[k] * leaves[_inside(position, leaves.shape[0])]
+    return running
+
+
+@loop
+def plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total):
+    """Choose the tables of the rows of a batch.
+
+    * ``seed``, int64 [1], determines the result.
+    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
+      of rows.
+    * ``allocation``: how rows are divided among tables.
+    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions; ``counts``, ``begins``: see above.
+    * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
+      with sum 1; and ``low`` and ``total``, the sums of the masses before each table and in it.
+    """
+    capacity = begins[counts.shape[0]]
+    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
+
+
+@loop
+def mixture(slots, per_mass, leaves, places, probability):
+    """The sums of the masses of the entries of each of ``slots`` [n], times ``per_mass`` of their tables."""
+    for row in range(slots.shape[0]):
+        probability[row] = _mixed(np.int64(_inside(slots[row], places.shape[1])), per_mass, leaves, places)
+
+
+@loop
+def draw(
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total,
+    slot_at, places, is_uniform, slots, mass, probability,
+):  # fmt: skip
+    """Draw slots from the tables that :func:`plan` chooses, which has the first arguments.
+
+    * ``slot_at`` and ``places``: see above. ``is_uniform``: True if all masses are 0 or 1 unit.
+    * Further results are ``slots``, their ``mass`` and ``probability``, [n] each. If nothing can be drawn, the mass is
+      0.
+    """
+    tables, capacity, is_even = counts.shape[0], slot_at.shape[0], is_uniform
+    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
+    per_mass = np.zeros(tables)
+    for k in range(tables):
+        if total[k] > 0:
+            per_mass[k] = eta[k] / total[k]
+        is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
     if is_even:
         # each entry has 1 unit, so the tree need not be walked
-        for row in range(rows):
+        for row in range(slots.shape[0]):
             k = table[row]
             slots[row] = begins[k] + min(np.int64(uniform(seed[0], row) * counts[k]), counts[k] - 1)
             mass[row] = UNIT
     else:
-        for row in range(rows):
+        for row in range(slots.shape[0]):
             k = table[row]
             mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
-    for row in range(rows):
-        slot = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
-        running = 0.0
-        for k in range(tables):
-            if eta[k] > 0 and total[k] > 0:
-                position = slot if k < first else places[k - first, slot]
-                if position >= 0:
-                    running += eta[k] * leaves[_inside(position, capacity)] / total[k]
-        slots[row], probability[row] = slot, running
+    for row in range(slots.shape[0]):
+        slot = np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
+        slots[row], probability[row] = slot, _mixed(slot, per_mass, leaves, places)

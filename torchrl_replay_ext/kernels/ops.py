@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# what loops take as it is; isinstance(each, Tensor) takes several times as long for these
+_NOT_TENSORS = frozenset((np.ndarray, int, float, bool))
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 
@@ -31,13 +33,11 @@ class Kernel:
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
             The first one is a tensor of the state. Tensors must be contiguous. In eager code on the CPU they may also
             be NumPy arrays.
-        for_cuda: True (default) if there is a version for CUDA. If not, callers need code for other devices where
-            :meth:`runs_on` is False.
+        for_cuda: True (default) if there is a version for CUDA. If not, the state lies on the CPU.
     """
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
-        self._for_cuda = for_cuda
         _library.define(f"{operation}({arguments}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
@@ -50,7 +50,7 @@ class Kernel:
         first = arguments[0]
         if isinstance(first, np.ndarray):
             self._on_cpu(*arguments)
-        elif torch.compiler.is_compiling():
+        elif torch.compiler.is_dynamo_compiling():
             self._operation(*arguments)
         elif first.is_cpu:
             self._on_cpu(*arguments)
@@ -58,10 +58,6 @@ class Kernel:
             self._on_cuda(*arguments)
         else:
             self._operation(*map(as_tensor, arguments))
-
-    def runs_on(self, state: Tensor) -> bool:
-        """True if there is a version for the device of ``state``."""
-        return self._for_cuda or state.is_cpu
 
     @property
     def loop(self) -> Callable[..., None]:
@@ -75,7 +71,8 @@ class Kernel:
         return getattr(import_module(f"{package}.{module}"), function)
 
     def _on_cpu(self, *arguments: Any) -> None:
-        self.loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+        loop = self._loop or self.loop
+        loop(*[each if type(each) in _NOT_TENSORS else each.numpy() for each in arguments])
 
     def _on_cuda(self, *arguments: Any) -> None:
         if self._launch is None:
@@ -102,7 +99,7 @@ class Views:
 
     def __call__(self) -> Sequence[Any]:
         """The tensors or arrays."""
-        if torch.compiler.is_compiling() or not self._tensors[0].is_cpu:
+        if torch.compiler.is_dynamo_compiling() or not self._tensors[0].is_cpu:
             return self._tensors
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
@@ -211,7 +208,9 @@ _RANK += "Tensor(f!) counts, Tensor(g!) top"
 rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
 rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
-rank_rank_of = Kernel("rank.rank_of", "Tensor bucket, Tensor place, Tensor counts, Tensor slots, Tensor(a!) rank")
+rank_rank_of = Kernel(
+    "rank.rank_of", "Tensor bucket, Tensor place, Tensor members, Tensor counts, Tensor slots, Tensor(a!) rank"
+)
 rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
 
 # the arrays of EventTables
@@ -237,14 +236,19 @@ events_earlier = Kernel(
 events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)
 events_set_masses = Kernel(
     "events.set_masses",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, Tensor(d!) seen, Tensor of_slot, "
-    "Tensor alpha, Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor counters, Tensor journal",
-    for_cuda=False,
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor of_slot, Tensor alpha, Tensor union, Tensor generation, "
+    "Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor journal, int begin, int end",
+)
+_PLAN = (
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
+    "Tensor counts, Tensor begins, Tensor(a!) table, Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total"
+)
+events_plan = Kernel("events.plan", _PLAN)
+events_mixture = Kernel(
+    "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor places, Tensor(a!) probability"
 )
 events_draw = Kernel(
     "events.draw",
-    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, bool is_uniform, Tensor leaves, Tensor nodes, "
-    "Tensor pages, Tensor slot_at, Tensor places, Tensor counts, Tensor begins, Tensor(a!) slots, Tensor(b!) table, "
-    "Tensor(c!) mass, Tensor(d!) probability, Tensor(e!) eta, Tensor(f!) total",
-    for_cuda=False,
+    _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, Tensor(e!) slots, Tensor(f!) mass, "
+    "Tensor(g!) probability",
 )

@@ -132,7 +132,7 @@ def find(members, start, counts, size, rank, slot):
 
 
 @loop
-def rank_of(bucket, place, counts, slots, rank):
+def rank_of(bucket, place, members, counts, slots, rank):
     """The ranks of ``slots`` [n], counted from 0; -1 for slots without a transition."""
     for row in range(slots.shape[0]):
         rank[row] = -1

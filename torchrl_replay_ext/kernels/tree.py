@@ -28,24 +28,45 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
 
     ``minima`` is empty if they are not tracked.
     """
+    new = np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
-        leaf = index[row]
-        if leaf < 0 or leaf >= capacity:
-            continue
-        put(leaves, nodes, pages, capacity, leaf, mass[min(row, mass.shape[0] - 1)])
-    _refresh_minima(leaves, minima, pages, capacity, index)
+        new[row] = mass[min(row, mass.shape[0] - 1)]
+    _write(leaves, nodes, minima, pages, capacity, index, new)
 
 
 @loop
 def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
     """:func:`write` the masses d^α, rounded up to units of 1 / ``UNIT``; ``d``: [n], or [1] for all rows."""
-    mass = np.int64(0)
+    new, mass = np.empty(index.shape[0], np.int64), np.int64(0)
     for row in range(index.shape[0]):
-        leaf = index[row]
         if row < d.shape[0]:
             mass = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
-        if 0 <= leaf < capacity:
-            put(leaves, nodes, pages, capacity, leaf, mass)
+        new[row] = mass
+    _write(leaves, nodes, minima, pages, capacity, index, new)
+
+
+@part
+def _write(leaves, nodes, minima, pages, capacity, index, change):
+    """Set the leaves ``index`` [n] to ``change`` [n], which holds the changes afterwards.
+
+    Each level is one short loop, so that the cache misses of the rows overlap.
+    """
+    for row in range(index.shape[0]):
+        if index[row] < 0 or index[row] >= capacity:
+            change[row] = 0
+            continue
+        place = place_of(index[row], leaves, pages)
+        mass = change[row]
+        change[row] -= leaves[place]
+        leaves[place] = mass
+    shift, last, begin = 0, capacity - 1, nodes.shape[0]
+    while begin > 0:
+        shift += BITS
+        last >>= BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        for row in range(index.shape[0]):
+            if change[row] != 0:
+                nodes[begin + (index[row] >> shift)] += change[row]
     _refresh_minima(leaves, minima, pages, capacity, index)
 
 
@@ -154,27 +175,27 @@ def find(leaves, nodes, pages, capacity, target, leaf, mass):
 
 
 @part
-def _child(entries, first, rest):
-    """The child that contains ``rest``, and the rest within this child."""
-    # halve the children four times; without branches, the rows of a batch overlap
-    child, size = 0, CHILDREN
+def _choose_children(entries, begin, place, rest):
+    """Move each ``place`` [n] from a first child to the child that contains ``rest`` [n], and reduce ``rest``.
+
+    Halves the children four times, each time for the whole batch: short loops without branches read ahead, so that the
+    cache misses of the rows overlap.
+    """
+    size = CHILDREN
     while size > 1:
         size //= 2
-        half = 0
-        for k in range(size):
-            half += entries[first + child + k]
-        is_passed = half <= rest
-        rest -= half if is_passed else 0
-        child += size if is_passed else 0
-    return child, rest
+        for row in range(place.shape[0]):
+            half = 0
+            for k in range(size):
+                half += entries[begin + place[row] + k]
+            is_passed = half <= rest[row]
+            rest[row] -= half if is_passed else 0
+            place[row] += size if is_passed else 0
 
 
 @part
 def descend(leaves, nodes, pages, capacity, leaf, mass):
-    """Walk from the root to ``leaf`` [n]; ``mass`` [n] is first the rest of the target, at the end that of the leaf.
-
-    The whole batch walks level by level, so that the cache misses of its rows overlap.
-    """
+    """Walk from the root to ``leaf`` [n]; ``mass`` [n] is first the rest of the target, at the end that of the leaf."""
     shift = BITS
     while (capacity - 1) >> shift:
         shift += BITS
@@ -184,16 +205,23 @@ def descend(leaves, nodes, pages, capacity, leaf, mass):
         begin += width
         width = CHILDREN * (((capacity - 1) >> shift) + 1)
         shift -= BITS
+        _choose_children(nodes, begin, leaf, mass)
         last = (capacity - 1) >> shift
         for row in range(leaf.shape[0]):
-            child, rest = _child(nodes, begin + CHILDREN * leaf[row], mass[row])
-            leaf[row] = min(CHILDREN * leaf[row] + child, last)
-            mass[row] = rest
+            leaf[row] = CHILDREN * min(leaf[row], last)
+    if pages.shape[0] == 0:
+        _choose_children(leaves, 0, leaf, mass)
+        for row in range(leaf.shape[0]):
+            leaf[row] = min(leaf[row], capacity - 1)
+            mass[row] = leaves[leaf[row]]
+        return
+    place = np.empty_like(leaf)
     for row in range(leaf.shape[0]):
-        first = place_of(CHILDREN * leaf[row], leaves, pages)
-        child, _ = _child(leaves, first, mass[row])
-        leaf[row] = min(CHILDREN * leaf[row] + child, capacity - 1)
-        mass[row] = leaves[first + (leaf[row] & (CHILDREN - 1))]
+        place[row] = place_of(leaf[row], leaves, pages)
+    _choose_children(leaves, 0, place, mass)
+    for row in range(leaf.shape[0]):
+        leaf[row] = min(leaf[row] + (place[row] & (CHILDREN - 1)), capacity - 1)
+        mass[row] = leaves[place[row]]
 
 
 @loop

@@ -5,48 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import (
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-    TensorDictModuleBase,
-    TensorDictParams,
-    dispatch,
-)
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictModuleBase, TensorDictParams
 from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
 from torchrl_replay_ext.arguments import key_path, require_choice
-from torchrl_replay_ext.functional import trust_region_projection
-from torchrl_replay_ext.functional.retrace import log_ratio, max_log_ratio
-from torchrl_replay_ext.objectives.categorical import action_index, expectation, is_probability, log_probabilities
-from torchrl_replay_ext.objectives.trajectory import (
-    READ_BY_NETWORKS,
-    WRITTEN_BY_POLICY,
-    Check,
-    TrajectoryLoss,
-    blank_invalid,
-    require_entry,
-    separate_episodes,
-)
+from torchrl_replay_ext.functional.retrace import log_ratio
+from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, inverse
+from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities
+from torchrl_replay_ext.objectives.shifted import evaluate_rows
+from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry, require_shape
 
 Statistics = Literal["probs", "logits", "log_probs"]
-STATISTICS = get_args(Statistics)
 # TorchRL's own categorical distributions are subclasses of these.
 _DISTRIBUTIONS = (Categorical, OneHotCategorical)
 # Their arguments that do not change the probabilities.
 _WITHOUT_EFFECT = {"grad_method", "validate_args"}
 
 
-def _inverse(log_p: Tensor) -> Tensor:
-    """1 / p, at most e^40, in float16 e^5.5."""
-    return (-log_p).clamp_max(max_log_ratio(log_p.dtype)).exp()
-
-
-class ACERLoss(TrajectoryLoss):
+class ACERLoss(ACERBase):
     r"""Actor-critic with experience replay for discrete actions (Wang et al. 2017, Sec. 3, Algorithm 2).
 
     The batch holds trajectories [\*B, T], on-policy or replayed, with the stored behaviour policy μ. The importance
@@ -124,6 +105,7 @@ class ACERLoss(TrajectoryLoss):
             in a compiled graph.
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
         >>> from torchrl.objectives import SoftUpdate
@@ -141,7 +123,7 @@ class ACERLoss(TrajectoryLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(TrajectoryLoss._AcceptedKeys):
+    class _AcceptedKeys(ACERBase._AcceptedKeys):
         action_value: NestedKey = "action_value"
         behaviour: NestedKey = "logits"
 
@@ -152,10 +134,9 @@ class ACERLoss(TrajectoryLoss):
     target_qvalue_network_params: TensorDictParams
     statistics: Statistics
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
-        **TrajectoryLoss._ARGUMENTS,
-        "statistics": partial(require_choice, choices=STATISTICS),
+        **ACERBase._ARGUMENTS,
+        "statistics": partial(require_choice, choices=get_args(Statistics)),
     }
-    _LOSSES = ("loss_actor", "loss_qvalue", "loss_entropy")
 
     def __init__(
         self,
@@ -180,21 +161,7 @@ class ACERLoss(TrajectoryLoss):
                 f"ACERLoss: qvalue_network must be a TensorDictModule that writes the values of all actions, not "
                 f"{type(qvalue_network).__name__}."
             )
-        super().__init__(
-            actor_network,
-            ("qvalue_network", qvalue_network),
-            gamma=gamma,
-            lmbda=lmbda,
-            c=c,
-            delta=delta,
-            trust_region=trust_region,
-            statistics=statistics,
-            retrace_thresh=retrace_thresh,
-            returns=returns,
-            reduction=reduction,
-            entropy_coeff=entropy_coeff,
-            critic_coeff=critic_coeff,
-        )
+        super().__init__(actor_network, ("qvalue_network", qvalue_network), locals())
         last = actor_network[-1]
         kind = getattr(last, "distribution_class", None)
         known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
@@ -225,6 +192,10 @@ class ACERLoss(TrajectoryLoss):
         keys = list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
         return keys, keys
 
+    def _log_policy(self, state: TensorDictBase) -> Tensor:
+        """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
+        return log_probabilities(state.get(self._parameter), self._parameter_name)
+
     def _evaluate(self, state: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Log-probabilities and values of all actions, [*B, T, A]."""
         state = self._distribution(state)
@@ -237,126 +208,55 @@ class ACERLoss(TrajectoryLoss):
                 f"{(*state.batch_size, 'A')}: one categorical distribution per step. For several agents, give the "
                 "batch one row per agent and trajectory."
             )
-        value = require_entry(
-            "ACERLoss", state, key, "qvalue_network writes it; set its name with set_keys(action_value=)"
-        )
-        if value.shape != log_pi.shape:
-            raise ValueError(
-                f"ACERLoss: {key!r} has shape {tuple(value.shape)}, expected {tuple(log_pi.shape)}: one value for each "
-                "action of the actor; qvalue_network writes it."
-            )
+        author = "qvalue_network writes it; set its name with set_keys(action_value=)"
+        value = require_entry("ACERLoss", state, key, author)
+        require_shape("ACERLoss", key, value, log_pi.shape, author=f"one value for each action of the actor; {author}")
         # the value of an action with probability 0 may be infinite
         return log_pi, value.masked_fill((log_pi == -math.inf) & value.isinf(), 0.0)
 
-    def _log_policy(self, state: TensorDictBase) -> Tensor:
-        """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
-        return log_probabilities(state.get(self._parameter), self._parameter_name)
-
-    def _states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """The inputs of the networks for x_t and for x_{t+1}, [*B, T] each."""
-        states = []
-        for prefix, keys in zip(((), ("next",)), self._read, strict=True):
-            content = {}
-            for key in keys:
-                full = (*prefix, *key_path(key))
-                content[key] = require_entry("ACERLoss", tensordict, full, READ_BY_NETWORKS)
-            states.append(TensorDict(content, tensordict.batch_size))
-        separate_episodes(states[0], states[1], (self.actor_network, self.qvalue_network))
-        return states[0], states[1]
-
-    @dispatch()
-    def forward(self, tensordict: TensorDictBase, *, shifted: bool = False) -> TensorDict:
-        r"""Compute the losses of a batch [\*B, T].
-
-        Args:
-            tensordict: the batch.
-            shifted: True: V_{t+1} is V of the next step of the row, and the networks evaluate one further state per row
-                instead of T. Each row may have one step whose next state is not the state of the next step, apart from
-                terminated steps: use it for slices drawn by :class:`TrajectoryRetraceSampler`, one per row, and not for
-                those of its ``newest``. The networks must evaluate each state on its own. False (default): the networks
-                evaluate all next states, which is right for any batch.
-
-        Raises:
-            ValueError: if ``shifted`` is True, and a row has more such steps or a network is recurrent. In a graph and
-                on an accelerator, the values of these next states, and so the losses, are NaN instead.
-        """
-        rows = self._trajectories(tensordict)
-        batch = blank_invalid(tensordict, self.in_keys, rows.valid)
-        states, following = self._states(batch)
-        if shifted:
-            shift = self._shift(rows, states, following, (self.actor_network, self.qvalue_network))
-            log_pi, q = self._evaluate(shift.append(states, following))
-            next_value = shift.next_value(expectation(log_pi, q).detach())
-            log_pi, q = log_pi[..., :-1, :], q[..., :-1, :]
-        else:
-            log_pi, q = self._evaluate(states)
-            with torch.no_grad():
-                next_value = expectation(*self._evaluate(following))
+    def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
+        networks, keys = (self.actor_network, self.qvalue_network), self.tensor_keys
+        states = rows.states(self._read[0], networks)
+        log_pi, q, next_value = evaluate_rows(rows, states, networks, self._evaluate, shifted=shifted)
         with torch.no_grad():
-            average = self._distribution(states.select(*self.actor_network.in_keys), average=True)
+            average = self._distribution(states[0].select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
-            (behaviour,) = self._statistics(batch, log_pi)
-            key = self.tensor_keys.behaviour
-            if is_probability(key):
-                self._require_written(key, behaviour.sum(-1), rows)
-            log_mu = log_probabilities(behaviour, key)
-        key = self.tensor_keys.action
-        taken = action_index(
-            require_entry("ACERLoss", batch, key, WRITTEN_BY_POLICY),
-            tensordict.batch_size,
-            log_pi.shape[-1],
-            name="ACERLoss",
-            key=key,
-            valid=rows.valid,
-        )
+            (behaviour,) = self._statistics(rows, log_pi)
+            if is_probability(keys.behaviour):
+                self._require_written(keys.behaviour, behaviour.sum(-1), rows)
+            log_mu = log_probabilities(behaviour, keys.behaviour)
+        taken = action_index(rows, keys.action, log_pi.shape[-1])
         q_taken = q.gather(-1, taken)
-        with torch.no_grad():
-            q_ret = self._returns(rows, log_pi.gather(-1, taken), log_mu.gather(-1, taken), q_taken, next_value)
-            z, diagnostics = self._gradient(log_pi, log_mu, log_average, taken, q, q_ret)
-
         probability = log_pi.exp()
         # an action of probability 0 gets no gradient
         finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
-        phi = probability if self.statistics == "probs" else finite
-        entropy = -(probability * finite).sum(-1)
-        td_error = rows.fill(q_ret - q_taken)
-        losses = {
-            "loss_actor": -(phi * rows.fill(z)).sum(-1),
-            "loss_qvalue": self.critic_coeff * td_error.square().squeeze(-1),
-            "loss_entropy": -self.entropy_coeff * entropy,
-        }
-        return self._result(tensordict, rows, losses, {"entropy": entropy, **diagnostics}, td_error)
-
-    def _gradient(
-        self, log_pi: Tensor, log_mu: Tensor, log_average: Tensor, taken: Tensor, q: Tensor, q_ret: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute z of Eq. 12, [*B, T, A], and diagnostics [*B, T]."""
-        pi, average = log_pi.exp(), log_average.exp()
-        value = (pi * q).sum(-1, keepdim=True)
-        advantage = q - value
-        ratio = log_ratio(log_pi, log_mu)
-        rho = ratio.gather(-1, taken).exp().clamp_max(self.c)
-        # [1 − c / ρ(a)]_+; 1 / ρ is at least e^−40, so inf · 0 cannot occur
-        beyond = (1 - self.c * _inverse(ratio)).clamp_min(0)
-        if self.statistics == "probs":
-            # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), a form that is safe if π underflows to 0
-            inverse_pi, inverse_mu = _inverse(log_pi.gather(-1, taken)), _inverse(log_mu.gather(-1, taken))
-            of_taken = torch.minimum(self.c * inverse_pi, inverse_mu) * (q_ret - value)
-            g = (beyond * advantage).scatter_add(-1, taken, of_taken)
-            k = -log_ratio(log_average, log_pi).exp()
-        else:
-            g = (beyond * pi * advantage).scatter_add(-1, taken, rho * (q_ret - value))
-            k = -average
-            if self.statistics == "logits":
-                g = g - pi * g.sum(-1, keepdim=True)
-                k = pi - average
-        z, active = g, torch.zeros_like(value.squeeze(-1))
-        if self.trust_region:
-            z, active = trust_region_projection(g, k, self.delta)
-        kl = (average * (log_average - log_pi).masked_fill(average == 0, 0.0)).sum(-1)
-        return z, {
-            "kl": kl,
-            "rho": rho.squeeze(-1),
-            "bc_weight": (pi * beyond).sum(-1),
-            "tr_active": active.to(pi.dtype),
-        }
+        with torch.no_grad():
+            log_pi_taken, log_mu_taken = log_pi.gather(-1, taken), log_mu.gather(-1, taken)
+            q_ret = self._returns(rows, log_pi_taken, log_mu_taken, q_taken, next_value)
+            pi, pi_average = probability.detach(), log_average.exp()
+            value = (pi * q).sum(-1, keepdim=True)
+            rho, beyond = self._weights(log_pi, log_mu)
+            rho = rho.gather(-1, taken)
+            # g of Eq. 10, and k of Eq. 12
+            if self.statistics == "probs":
+                # min(c, ρ) / π(a_t) = min(c / π, 1 / μ), a form that is safe if π underflows to 0
+                weight = torch.minimum(self.c * inverse(log_pi_taken), inverse(log_mu_taken))
+                g = (beyond * (q - value)).scatter_add(-1, taken, weight * (q_ret - value))
+                k = -log_ratio(log_average, log_pi).exp()
+            else:
+                g = (beyond * pi * (q - value)).scatter_add(-1, taken, rho * (q_ret - value))
+                k = -pi_average
+                if self.statistics == "logits":
+                    g = g - pi * g.sum(-1, keepdim=True)
+                    k = pi + k
+            kl = (pi_average * (log_average - log_pi).masked_fill(pi_average == 0, 0.0)).sum(-1)
+        return Terms(
+            phi=probability if self.statistics == "probs" else finite,
+            g=g,
+            k=k,
+            kl=kl,
+            entropy=-(probability * finite).sum(-1),
+            rho=rho.squeeze(-1),
+            bc_weight=(pi * beyond).sum(-1),
+            q_error=q_ret - q_taken,
+        )

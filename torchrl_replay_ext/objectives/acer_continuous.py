@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
 from torch import Tensor, nn
 
-from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer, require_number
-from torchrl_replay_ext.functional import (
-    acer_value_target,
-    importance_ratio,
-    importance_sampling_return,
-    q_opc,
-    trust_region_projection,
-)
+from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer
+from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
+from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient, number
 from torchrl_replay_ext.objectives.shifted import ShiftedStates
-from torchrl_replay_ext.objectives.trajectory import (
-    Check,
-    Trajectories,
-    TrajectoryLoss,
-    blank_invalid,
-    coefficient,
-    require_entry,
-)
+from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
 _HALF_LOG_2PI = math.log(2 * math.pi) / 2
 _TRUNCATED = "truncated_importance_sampling"
+_POWER = number(lambda x: 0 < x < math.inf, "> 0 and finite, or None")
 
 
 def _statistics(owner: str, name: str, value: Any) -> tuple[str, ...]:
@@ -43,43 +32,23 @@ def _statistics(owner: str, name: str, value: Any) -> tuple[str, ...]:
     return require_choice(owner, name, names, _STATISTICS)
 
 
-def _rho_power(owner: str, name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    return require_number(owner, name, value, lambda x: 0 < x < math.inf, "> 0 and finite, or None")
+class _Gaussian:
+    """Diagonal Gaussians with mean and standard deviation [*B, T, A]."""
+
+    def __init__(self, loc: Tensor, scale: Tensor):
+        self.loc, self.scale = loc, scale
+
+    def log_prob(self, actions: Tensor) -> Tensor:
+        """Log-densities [*B, T, m, 1] of m actions per state, [*B, T, m, A]."""
+        whitened = (actions - self.loc.unsqueeze(-2)) / self.scale.unsqueeze(-2)
+        return -(whitened.square() / 2 + self.scale.log().unsqueeze(-2) + _HALF_LOG_2PI).sum(-1, keepdim=True)
+
+    def entropy(self) -> Tensor:
+        """The entropy, [*B, T]."""
+        return (self.scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
 
 
-def _log_prob(action: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
-    """Log-density of a diagonal Gaussian, [..., 1]."""
-    whitened = (action - loc) / scale
-    return -(whitened.square() / 2 + scale.log() + _HALF_LOG_2PI).sum(-1, keepdim=True)
-
-
-class _Terms(NamedTuple):
-    """The terms of the losses of a batch that depend on the algorithm.
-
-    Args:
-        actions: m actions for each state, before any tanh, [*B, T, m, A].
-        coefficient: weights of their scores ∇ log f in the policy gradient, detached, [*B, T, m, 1].
-        q_error: errors of Q, [*B, T, 1].
-        value_error: errors of V, [*B, T, 1].
-        value_weight: weights of the squared errors of V, detached, [*B, T, 1].
-        td_error: errors that determine the priorities, [*B, T, 1].
-        rho: truncated importance weights, [*B, T, 1].
-        bc_weight: weights of the bias correction, [*B, T, 1].
-    """
-
-    actions: Tensor
-    coefficient: Tensor
-    q_error: Tensor
-    value_error: Tensor
-    value_weight: Tensor
-    td_error: Tensor
-    rho: Tensor
-    bc_weight: Tensor
-
-
-class ACERContinuousLoss(TrajectoryLoss):
+class ACERContinuousLoss(ACERBase):
     r"""Actor-critic with experience replay for continuous actions (Wang et al. 2017, Sec. 5, Algorithm 3).
 
     The batch holds trajectories [\*B, T] with the stored Gaussian behaviour policy μ. The importance ratio is
@@ -162,6 +131,7 @@ class ACERContinuousLoss(TrajectoryLoss):
             [-1, 1].
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from torchrl.modules import IndependentNormal, ProbabilisticActor
         >>> from torchrl.objectives import SoftUpdate
@@ -181,7 +151,7 @@ class ACERContinuousLoss(TrajectoryLoss):
     """
 
     @dataclass
-    class _AcceptedKeys(TrajectoryLoss._AcceptedKeys):
+    class _AcceptedKeys(ACERBase._AcceptedKeys):
         observation: NestedKey = "observation"
         loc: NestedKey = "loc"
         scale: NestedKey = "scale"
@@ -200,10 +170,10 @@ class ACERContinuousLoss(TrajectoryLoss):
     value_coeff: Tensor
     _schedulable_buffers = frozenset({"value_coeff"})
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
-        **TrajectoryLoss._ARGUMENTS,
+        **ACERBase._ARGUMENTS,
         "statistics": _statistics,
         "num_samples": require_integer,
-        "rho_power": _rho_power,
+        "rho_power": lambda owner, name, value: None if value is None else _POWER(owner, name, value),
         "use_q_opc": require_bool,
         "returns": partial(require_choice, choices=("retrace", "importance_sampling", _TRUNCATED)),
         "value_coeff": coefficient,
@@ -242,25 +212,7 @@ class ACERContinuousLoss(TrajectoryLoss):
                 f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with the same forward() and "
                 f"state_value(), not {type(sdn).__name__}."
             )
-        super().__init__(
-            actor_network,
-            ("sdn", sdn),
-            gamma=gamma,
-            lmbda=lmbda,
-            c=c,
-            delta=delta,
-            trust_region=trust_region,
-            statistics=statistics,
-            num_samples=num_samples,
-            retrace_thresh=retrace_thresh,
-            rho_power=rho_power,
-            use_q_opc=use_q_opc,
-            returns=returns,
-            reduction=reduction,
-            entropy_coeff=entropy_coeff,
-            critic_coeff=critic_coeff,
-            value_coeff=value_coeff,
-        )
+        super().__init__(actor_network, ("sdn", sdn), locals())
         self._squashed = is_squashed(actor_network, "ACERContinuousLoss")
         self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
 
@@ -290,84 +242,76 @@ class ACERContinuousLoss(TrajectoryLoss):
     def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the policy, [*B, T, A] each."""
         result = self._distribution(tensordict.select(*self.actor_network.in_keys), average=average)
-        blame = "actor_network writes it; set the names with set_keys(loc=, scale=)"
+        author = "actor_network writes it; set the names with set_keys(loc=, scale=)"
         keys = self.tensor_keys.loc, self.tensor_keys.scale
-        loc, scale = (require_entry("ACERContinuousLoss", result, key, blame) for key in keys)
+        loc, scale = (require_entry("ACERContinuousLoss", result, key, author) for key in keys)
         return loc, scale
 
-    @dispatch()
-    def forward(self, tensordict: TensorDictBase, *, shifted: bool = False) -> TensorDict:
-        r"""Compute the losses of a batch [\*B, T].
+    def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
+        key = self.tensor_keys.observation
+        state, following = rows.states([key], [self.sdn])
+        shift = ShiftedStates(rows, state, following, [self.sdn]) if shifted else None
 
-        Args:
-            tensordict: the batch.
-            shifted: see :meth:`ACERLoss.forward`. Default: False.
-        """
-        rows = self._trajectories(tensordict)
-        for key in self.in_keys:
-            require_entry(
-                "ACERContinuousLoss",
-                tensordict,
-                key,
-                "the environment or the policy writes it, and the collector stores it",
-            )
-        batch = blank_invalid(tensordict, self.in_keys, rows.valid)
-        shift = self._shift(rows, batch, batch.get("next"), (self.sdn,)) if shifted else None
-        loc, scale = self._policy(batch)
-        action = batch.get(self.tensor_keys.action)
-        if action.shape != loc.shape or not action.is_floating_point():
+        def next_value(value: Tensor) -> Tensor:
+            """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
+            with torch.no_grad():
+                if shift is None:
+                    return self.sdn.state_value(following.get(key))
+                return shift.next_value(torch.cat([value, self.sdn.state_value(shift.separate.get(key))], -2))
+
+        policy = _Gaussian(*self._policy(rows.data))
+        action = rows.data.get(self.tensor_keys.action)
+        if action.shape != policy.loc.shape or not action.is_floating_point():
             raise ValueError(
                 f"ACERContinuousLoss: {self.tensor_keys.action!r} has shape {tuple(action.shape)} and dtype "
-                f"{action.dtype}, expected real numbers of shape {tuple(loc.shape)}, the shape of the policy's mean."
+                f"{action.dtype}, expected real numbers of shape {tuple(policy.loc.shape)}, the shape of the policy's "
+                "mean."
             )
         with torch.no_grad():
-            average = self._policy(batch, average=True)
-            mu = self._statistics(batch, loc)
-            self._require_written(self.tensor_keys.behaviour_scale, mu[1].amin(-1), rows)
+            average = _Gaussian(*self._policy(rows.data, average=True))
+            mu = _Gaussian(*self._statistics(rows, policy.loc))
+            self._require_written(self.tensor_keys.behaviour_scale, mu.scale.amin(-1), rows)
             raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
         terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):
-            terms = terms_of(rows, batch, shift, raw, (loc, scale), mu)
+            actions, weights, terms = terms_of(rows, state.get(key), raw, policy, mu, next_value)
         with torch.no_grad():
-            z, kl, active = self._gradient(terms.actions, (loc, scale), average, terms.coefficient)
-        phi = torch.cat([loc, scale][: len(self.statistics)], -1)
-        entropy = (scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
-        q_error, value_error = rows.fill(terms.q_error), rows.fill(terms.value_error)
-        losses = {
-            "loss_actor": -(phi * rows.fill(z)).sum(-1),
-            "loss_qvalue": self.critic_coeff * q_error.square().squeeze(-1),
-            "loss_value": self.value_coeff * (rows.fill(terms.value_weight) * value_error.square()).squeeze(-1),
-            "loss_entropy": -self.entropy_coeff * entropy,
-        }
-        diagnostics = {
-            "entropy": entropy,
-            "kl": kl,
-            "rho": terms.rho.squeeze(-1),
-            "bc_weight": terms.bc_weight.squeeze(-1),
-            "tr_active": active,
-        }
-        return self._result(tensordict, rows, losses, diagnostics, rows.fill(terms.td_error))
+            g, k, kl = self._gradients(actions, weights, policy, average)
+        phi = torch.cat([policy.loc, policy.scale][: len(self.statistics)], -1)
+        return Terms(phi=phi, g=g, k=k, kl=kl, entropy=policy.entropy(), **terms)
 
     def _acer_terms(
         self,
         rows: Trajectories,
-        batch: TensorDictBase,
-        shift: ShiftedStates | None,
+        observation: Tensor,
         raw: Tensor,
-        policy: tuple[Tensor, Tensor],
-        mu: list[Tensor],
-    ) -> _Terms:
-        """The terms of Algorithm 3; ``raw`` [*B, T, A] holds the actions taken, before any tanh."""
+        policy: _Gaussian,
+        mu: _Gaussian,
+        next_value_of: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The terms of Algorithm 3.
+
+        Args:
+            rows: the batch.
+            observation: the input of the critic for x_t.
+            raw: the actions taken, before any tanh, [*B, T, A].
+            policy: the current policy.
+            mu: the behaviour policy.
+            next_value_of: returns V(x_{t+1}) for V(x_t).
+
+        Returns:
+            m actions for each state, before any tanh, [*B, T, m, A]; the weights of their scores ∇ log f in the policy
+            gradient, detached, [*B, T, m, 1]; and further terms of the losses.
+        """
         with torch.no_grad():
-            drawn = self.sample_actions(*policy, self.num_samples + 1)
-            # for a_t and a'_t
+            drawn = self.sample_actions(policy.loc, policy.scale, self.num_samples + 1)
+            # a_t and a'_t
             both = torch.stack([raw, drawn[..., 0, :]], -2)
-            log_pi, log_mu = (_log_prob(both, *(x.unsqueeze(-2) for x in gaussian)) for gaussian in (policy, mu))
+            log_pi, log_mu = policy.log_prob(both), mu.log_prob(both)
             seen = drawn.tanh() if self._squashed else drawn
-            actions = torch.stack([batch.get(self.tensor_keys.action), seen[..., 0, :]], -2)
-        q_both, value = self.sdn(batch.get(self.tensor_keys.observation), actions, seen[..., 1:, :])
-        next_value = self._next_value(batch, shift, value)
-        shape = rows.reward.shape
+            actions = torch.stack([rows.data.get(self.tensor_keys.action), seen[..., 0, :]], -2)
+        q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
+        next_value, shape = next_value_of(value), rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
             raise ValueError(
                 f"ACERContinuousLoss: sdn returned Q of shape {tuple(q_both.shape)} and V of shape "
@@ -377,80 +321,65 @@ class ACERContinuousLoss(TrajectoryLoss):
         with torch.no_grad():
             power = 1 / raw.shape[-1] if self.rho_power is None else self.rho_power
             of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
-            q_ret = self._returns(rows, *of_taken, q, next_value, power)
-            q_actor = q_ret
+            q_actor = q_ret = self._returns(rows, *of_taken, q, next_value, power)
             if self.use_q_opc and self.returns == "retrace":
-                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, rows.reward, rows.done, rows.terminated)
+                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, *rows.ends)
             if isinstance(self.sdn, SeparateValueNetworks):
-                value_weight, target = importance_ratio(*of_taken), q_ret
+                value_weight, target = importance_ratio(*of_taken), q_ret  # App. E.4
             else:
-                value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)
-            rho = importance_ratio(*of_taken).clamp_max(self.c)
-            # [1 − c / ρ(a')]_+; 1 / ρ is positive, because c may be inf, and a compiled graph cannot branch on c
-            inverse = importance_ratio(log_mu[..., 1, :], log_pi[..., 1, :]).clamp_min(torch.finfo(rho.dtype).tiny)
-            beyond = (1 - self.c * inverse).clamp_min(0)
+                value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)  # Eq. 14
+            rho, beyond = self._weights(log_pi, log_mu)
+            rho, beyond = rho[..., 0, :], beyond[..., 1, :]
             advantage = torch.stack([q_actor, q_both[..., 1, :]], -2) - value.unsqueeze(-2)
-            coefficient = torch.stack([rho, beyond], -2) * advantage
-        td_error = q_ret - q
-        return _Terms(both, coefficient, td_error, target - value, value_weight, td_error, rho, beyond)
+            weights = torch.stack([rho, beyond], -2) * advantage  # Eq. 16
+        terms = {"rho": rho.squeeze(-1), "bc_weight": beyond.squeeze(-1), "q_error": q_ret - q}
+        return both, weights, {**terms, "v_loss": self._value_loss(rows, value_weight, target - value)}
 
     def _truncated_terms(
         self,
         rows: Trajectories,
-        batch: TensorDictBase,
-        shift: ShiftedStates | None,
+        observation: Tensor,
         raw: Tensor,
-        policy: tuple[Tensor, Tensor],
-        mu: list[Tensor],
-    ) -> _Terms:
-        """The terms of truncated importance sampling; the arguments are those of ``_acer_terms``."""
-        value = self.sdn.state_value(batch.get(self.tensor_keys.observation))
-        next_value = self._next_value(batch, shift, value)
+        policy: _Gaussian,
+        mu: _Gaussian,
+        next_value_of: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The terms of truncated importance sampling, App. E.2; arguments and result are those of ``_acer_terms``."""
+        value = self.sdn.state_value(observation)
+        next_value = next_value_of(value)
         if not value.shape == next_value.shape == rows.reward.shape:
             raise ValueError(
                 f"ACERContinuousLoss: sdn.state_value returned V of shape {tuple(value.shape)}, expected "
                 f"{tuple(rows.reward.shape)}."
             )
-        zero = torch.zeros_like(value)
+        zero, actions = torch.zeros_like(value), raw.unsqueeze(-2)
         with torch.no_grad():
-            log_rho = _log_prob(raw, *policy) - _log_prob(raw, *mu)
+            log_rho = (policy.log_prob(actions) - mu.log_prob(actions)).squeeze(-2)
             # the log of the product is a return without discount of the rewards log ρ
             log_product = importance_sampling_return(1.0, zero, zero, zero, log_rho, rows.done)
-            weight = importance_ratio(log_product, zero).clamp_max(self.c)
-            ends = rows.reward, rows.done, rows.terminated
-            returns = importance_sampling_return(self.gamma, zero, zero, next_value, *ends)
-            coefficient = (weight * (returns - value)).unsqueeze(-2)
+            rho = importance_ratio(log_product, zero).clamp_max(self.c)
+            returns = importance_sampling_return(self.gamma, zero, zero, next_value, *rows.ends)
+            weights = (rho * (returns - value)).unsqueeze(-2)
         error = returns - value
-        return _Terms(raw.unsqueeze(-2), coefficient, zero, error, weight, error, weight, zero)
+        terms = {"rho": rho.squeeze(-1), "bc_weight": zero.squeeze(-1), "q_error": zero, "td_error": error}
+        return actions, weights, {**terms, "v_loss": self._value_loss(rows, rho, error)}
 
-    def _next_value(self, batch: TensorDictBase, shift: ShiftedStates | None, value: Tensor) -> Tensor:
-        """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
-        key = self.tensor_keys.observation
-        following = batch.get("next").get(key)
-        with torch.no_grad():
-            if shift is None:
-                return self.sdn.state_value(following)
-            separate = self.sdn.state_value(shift.select(batch.get(key), following))
-            return shift.next_value(torch.cat([value, separate], -2))
+    def _value_loss(self, rows: Trajectories, weight: Tensor, error: Tensor) -> Tensor:
+        return self.value_coeff * (rows.fill(weight) * rows.fill(error).square()).squeeze(-1)
 
-    def _gradient(
-        self, actions: Tensor, policy: tuple[Tensor, Tensor], average: tuple[Tensor, Tensor], coefficient: Tensor
+    def _gradients(
+        self, actions: Tensor, weights: Tensor, policy: _Gaussian, average: _Gaussian
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute z of Eq. 12, [*B, T, A] or [*B, T, 2 A]; the KL divergence and whether a step was projected [*B, T].
+        """Compute g of Eq. 16 and k of Eq. 12, [*B, T, A] or [*B, T, 2 A], and the KL divergence [*B, T].
 
-        ``actions`` and ``coefficient`` are those of :class:`_Terms`.
+        ``actions`` and ``weights`` are those of ``_acer_terms``.
         """
-        (loc, scale), (loc_avg, scale_avg) = policy, average
-        difference, variance = actions - loc.unsqueeze(-2), scale.square()
+        difference, variance = actions - policy.loc.unsqueeze(-2), policy.scale.square()
         score = difference / variance.unsqueeze(-2)
-        shift = loc - loc_avg
-        g, k = [(coefficient * score).sum(-2)], [shift / variance]
-        spread = scale_avg.square() + shift.square()
+        shift = policy.loc - average.loc
+        spread = average.scale.square() + shift.square()
+        g, k = (weights * score).sum(-2), shift / variance
         if "scale" in self.statistics:
-            g.append((coefficient * (score * difference - 1)).sum(-2) / scale)
-            k.append((1 - spread / variance) / scale)
-        kl = ((scale / scale_avg).log() + spread / (2 * variance) - 0.5).sum(-1)
-        z, active = tuple(g), torch.zeros_like(kl)
-        if self.trust_region:
-            z, active = trust_region_projection(tuple(g), tuple(k), self.delta)
-        return torch.cat(z, -1), kl, active.to(kl.dtype)
+            g_scale = (weights * (score * difference - 1)).sum(-2) / policy.scale
+            g, k = torch.cat([g, g_scale], -1), torch.cat([k, (1 - spread / variance) / policy.scale], -1)
+        return g, k, ((policy.scale / average.scale).log() + spread / (2 * variance) - 0.5).sum(-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if
+from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories
 
 
 def is_probability(key: NestedKey) -> bool:
@@ -36,48 +37,32 @@ def expectation(log_pi: Tensor, q: Tensor) -> Tensor:
     return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
 
 
-def action_index(
-    action: Tensor,
-    batch_size: torch.Size,
-    num_actions: int,
-    *,
-    name: str,
-    key: NestedKey,
-    valid: Tensor | None = None,
-) -> Tensor:
-    r"""Convert actions to indices, int64 [\*B, 1].
+def action_index(rows: Trajectories, key: NestedKey, num_actions: int) -> Tensor:
+    r"""The indices of the actions taken, int64 [\*B, T, 1]; 0 in excluded steps.
 
     Args:
-        action: indices [\*B] or [\*B, 1], or one-hot actions [\*B, A].
-        batch_size: the batch size B.
+        rows: the batch.
+        key: the entry of the actions: indices [\*B, T] or [\*B, T, 1], or one-hot actions [\*B, T, A].
         num_actions: the number of actions A.
-        name: the class that error messages name.
-        key: the entry that error messages name.
-        valid: bool [\*B]. Where it is False, ``action`` may hold any value and the result is 0. Default: None, all
-            True.
 
     Raises:
         ValueError: if shape, dtype or values fit neither encoding. Values are not checked in a compiled graph.
     """
+    action, shape = rows.data.get(key), rows.shape
     is_index = not action.is_floating_point() and action.dtype != torch.bool
-    if action.shape == (*batch_size, num_actions) and (num_actions > 1 or not is_index):
+    if action.shape == (*shape, num_actions) and (num_actions > 1 or not is_index):
         index = action.to(torch.int64).argmax(-1, keepdim=True)
         wrong = ((action != 0).sum(-1, keepdim=True) != 1) | (action.sum(-1, keepdim=True) != 1)
         problem = "has the shape of one-hot actions, but is not one-hot"
-    elif action.shape in (batch_size, (*batch_size, 1)) and is_index:
-        index = action.reshape(*batch_size, 1).to(torch.int64)
+    elif action.shape in (shape, (*shape, 1)) and is_index:
+        index = action.reshape(*shape, 1).to(torch.int64)
         wrong = (index < 0) | (index >= num_actions)
         problem = f"holds indices that are not in [0, {num_actions})"
     else:
         raise ValueError(
-            f"{name}: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
-            f"{tuple(batch_size)} or one-hot {(*batch_size, num_actions)}; the policy that acted writes it."
+            f"{rows.owner}: {key!r} has shape {tuple(action.shape)} and dtype {action.dtype}, expected indices "
+            f"{tuple(shape)} or one-hot {(*shape, num_actions)}; {WRITTEN_BY_POLICY}."
         )
-    if valid is not None:
-        padding = ~valid.unsqueeze(-1)
-        index, wrong = index.masked_fill(padding, 0), wrong.masked_fill(padding, False)
-    raise_if(
-        wrong.any,
-        lambda: ValueError(f"{name}: {key!r} {problem}; the policy that acted writes it, and the collector stores it."),
-    )
-    return index
+    wrong = rows.fill(wrong)
+    raise_if(wrong.any, lambda: ValueError(f"{rows.owner}: {key!r} {problem}; {WRITTEN_BY_POLICY}."))
+    return rows.fill(index)

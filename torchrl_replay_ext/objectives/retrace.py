@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch, set_skip_existing
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -18,14 +18,22 @@ from torchrl.objectives import DQNLoss, LossModule
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_replay_ext.arguments import require_bool
+from torchrl_replay_ext.arguments import require_bool, require_choice
 from torchrl_replay_ext.functional import retrace
-from torchrl_replay_ext.objectives.categorical import expectation
-from torchrl_replay_ext.objectives.retrace_batch import TrajectoryBatch
-from torchrl_replay_ext.objectives.trajectory import require_entry
+from torchrl_replay_ext.objectives.acer_base import UNIT_INTERVAL, number
+from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities
+from torchrl_replay_ext.objectives.shifted import evaluate_rows
+from torchrl_replay_ext.objectives.trajectory import (
+    WRITTEN_BY_POLICY,
+    Trajectories,
+    entries_read,
+    require_entry,
+    require_shape,
+)
 
-POLICIES = ("actor", "greedy")
 NAME = "retrace"
+_THRESH = number(lambda x: x >= 0, ">= 0; use math.inf for no truncation")
+_POWER = number(lambda x: 0 < x < math.inf, "> 0 and finite")
 
 
 @register_value_estimator(NAME, default_kwargs={"gamma": 0.99, "lmbda": 1.0})
@@ -155,16 +163,6 @@ class RetraceEstimator(ValueEstimatorBase):
                 "RetraceEstimator(shifted=True, skip_existing=True): the values of x_t and x_{t+1} are computed "
                 "together; use shifted=False for a batch that has values."
             )
-        gamma, lmbda, rho_thresh, rho_power = (float(x) for x in (gamma, lmbda, rho_thresh, rho_power))
-        for key, value, valid, requirement in (
-            ("gamma", gamma, 0 <= gamma <= 1, "in [0, 1]"),
-            ("lmbda", lmbda, 0 <= lmbda <= 1, "in [0, 1]"),
-            ("rho_thresh", rho_thresh, rho_thresh >= 0, ">= 0; use math.inf for no truncation"),
-            ("rho_power", rho_power, 0 < rho_power < math.inf, "> 0 and finite"),
-            ("policy", policy, policy in POLICIES, f"one of {', '.join(POLICIES)}"),
-        ):
-            if not valid:
-                raise ValueError(f"RetraceEstimator({key}={value!r}): {key} must be {requirement}.")
         if policy == "actor" and not hasattr(actor_network, "get_dist"):
             raise TypeError(
                 "RetraceEstimator: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDict"
@@ -183,10 +181,15 @@ class RetraceEstimator(ValueEstimatorBase):
             skip_existing=skip_existing,
             device=device,
         )
+        name = "RetraceEstimator"
+        self.gamma = UNIT_INTERVAL(name, "gamma", gamma)
+        self.lmbda = UNIT_INTERVAL(name, "lmbda", lmbda)
+        self.rho_thresh = _THRESH(name, "rho_thresh", rho_thresh)
+        self.rho_power = _POWER(name, "rho_power", rho_power)
+        self.policy = require_choice(name, "policy", policy, ("actor", "greedy"))
         # like value_network, not a submodule: a loss that holds this estimator must not own its parameters
         self.__dict__["actor_network"] = actor_network
-        self.gamma, self.lmbda, self.rho_thresh, self.rho_power = gamma, lmbda, rho_thresh, rho_power
-        self.policy, self.time_dim = policy, time_dim
+        self.time_dim = time_dim
 
     @classmethod
     def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> RetraceEstimator:
@@ -221,20 +224,22 @@ class RetraceEstimator(ValueEstimatorBase):
         super().set_keys(**kwargs)
 
     @property
-    def _observed(self) -> list[NestedKey]:
-        """The entries of a state that the networks read."""
-        keys = list(self.value_network.in_keys)
-        if self.policy == "actor":
-            actor: Any = self.actor_network
-            keys += actor.in_keys
-        return list(dict.fromkeys(keys))
+    def _networks(self) -> list[Any]:
+        """The networks that are evaluated; a list, because torch would register a module."""
+        return [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
+
+    @property
+    def _entries(self) -> dict[NestedKey, str]:
+        """The entries that the estimator reads, and the components that write them."""
+        observed = dict.fromkeys(key for network in self._networks for key in network.in_keys)
+        keys: Any = self.tensor_keys
+        by_policy = dict.fromkeys((keys.action, keys.sample_log_prob), WRITTEN_BY_POLICY)
+        return entries_read(keys, observed, observed, by_policy)
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """The entries that the estimator reads, except those that are optional."""
-        keys = self.tensor_keys
-        of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *self._observed)]
-        return [unravel_key(key) for key in (*self._observed, keys.action, keys.sample_log_prob, *of_step)]
+        return list(self._entries)
 
     @dispatch  # pyright: ignore[reportArgumentType]: it reads in_keys and out_keys of the class
     def forward(
@@ -320,47 +325,50 @@ class RetraceEstimator(ValueEstimatorBase):
         if not tensordict.batch_dims:
             raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
         given: Any = time_dim
-        keys, dim = self.tensor_keys, int(self._get_time_dim(given, tensordict))
-        existing: Any = keys.action_value if self.skip_existing else None
-        read = [*self.in_keys, keys.behaviour]
-        if existing is not None:
-            read += [existing, unravel_key(("next", existing))]
-        batch = TrajectoryBatch(tensordict, keys, dim, read)
-        rows = batch.rows
-        networks: list[Any] = [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
-        state, following = batch.states(self._observed, networks, existing)
-        shift = None
-        if self.shifted and next_value is None:
-            shift = rows.shift("RetraceEstimator", state, following, self._observed, networks)
-        states = state if shift is None else shift.append(state, following)
-        q = self._action_values(states, params)
-        log_pi = self._log_policy(states, q)
-        if shift is not None:
-            next_value = shift.next_value(expectation(log_pi, q))
-            q, log_pi = (x.narrow(dim, 0, x.shape[dim] - 1) for x in (q, log_pi))
-        elif next_value is None:
-            next_q = self._action_values(following, params)
-            next_value = expectation(self._log_policy(following, next_q), next_q)
-        taken = batch.action_taken(q.shape[-1])
+        keys, dim, entries = self.tensor_keys, int(self._get_time_dim(given, tensordict)), self._entries
+        existing: Any = [keys.action_value] if self.skip_existing else []
+        # one of the two entries of the behaviour policy suffices
+        optional: Any = [keys.sample_log_prob, keys.behaviour, *existing, *(("next", key) for key in existing)]
+        del entries[optional[0]]
+        rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim, optional)
+        networks = self._networks
+        states = rows.states(dict.fromkeys(key for network in networks for key in network.in_keys), networks)
+        for part, source in zip(states, (rows.data, rows.data.get("next")), strict=True):
+            part.update(source.select(*existing, strict=False))
+
+        def evaluate(state: TensorDictBase) -> tuple[Tensor, Tensor]:
+            q = self._action_values(state, params)
+            return self._log_policy(state, q), q
+
+        if next_value is None:
+            options = {"shifted": bool(self.shifted), "differentiable": torch.is_grad_enabled()}
+            log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, **options)
+        else:
+            log_pi, q = evaluate(states[0])
+        taken = action_index(rows, keys.action, q.shape[-1])
         q_taken = q.gather(-1, taken)
-        q_ret = retrace(
-            self.gamma,
-            self.lmbda,
-            log_pi.gather(-1, taken),
-            batch.log_mu(taken, q.shape[-1]),
-            q_taken,
-            next_value,
-            rows.reward,
-            rows.done,
-            rows.terminated,
-            rho_thresh=self.rho_thresh,
-            rho_power=self.rho_power,
-            time_dim=dim,
-        )
+        options = {"rho_thresh": self.rho_thresh, "rho_power": self.rho_power, "time_dim": dim}
+        policies = log_pi.gather(-1, taken), self._log_mu(rows, taken, q.shape)
+        q_ret = retrace(self.gamma, self.lmbda, *policies, q_taken, next_value, *rows.ends, **options)
         if rows.valid is not None:
             # the loss's own next_value may be NaN in a masked step
             q_ret = torch.where(rows.valid.unsqueeze(-1), q_ret, q_taken)
-        return q_ret, state, q, log_pi
+        return q_ret, states[0], q, log_pi
+
+    def _log_mu(self, rows: Trajectories, taken: Tensor, shape: torch.Size) -> Tensor:
+        """Log-probabilities of the actions taken under the behaviour policy, [*B, T, 1]; ``shape`` is [*B, T, A]."""
+        log_prob, behaviour = self.tensor_keys.sample_log_prob, self.tensor_keys.behaviour
+        for key, shapes in ((log_prob, (rows.shape, taken.shape)), (behaviour, (shape,))):
+            if key is not None and (value := rows.data.get(key, None)) is not None:
+                require_shape(rows.owner, key, value, *shapes, author=WRITTEN_BY_POLICY)
+                if key == log_prob:
+                    return value.reshape(taken.shape)
+                return log_probabilities(value, key).gather(-1, taken)
+        raise KeyError(
+            f"{rows.owner}: the batch has neither {log_prob!r}, the log-probability of the action, nor {behaviour!r}, "
+            "the logits of the policy that took it. A ProbabilisticActor(return_log_prob=True) writes both, and the "
+            "collector stores them."
+        )
 
     def _action_values(self, state: TensorDictBase, params: TensorDictBase | None) -> Tensor:
         """Q of all actions, [*B, T, A]."""

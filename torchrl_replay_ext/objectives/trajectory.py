@@ -1,31 +1,39 @@
-"""The base class of the ACER losses, and helpers for batches of trajectories."""
+"""Reads batches of trajectories, for the losses of ACER and for Retrace."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
 from tensordict.utils import expand_as_right
 from torch import Tensor, nn
-from torchrl.objectives import LossModule
 
-from torchrl_replay_ext.arguments import key_path, require_bool, require_choice, require_finite, require_number
-from torchrl_replay_ext.compilation import raise_if, values_can_be_read
-from torchrl_replay_ext.functional import importance_sampling_return, retrace
-from torchrl_replay_ext.objectives.shifted import ShiftedStates, require_shiftable
+from torchrl_replay_ext.arguments import key_path
 
 # The component that should have written an entry, for error messages.
 WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"
 WRITTEN_BY_ENVIRONMENT = "the environment writes it"
 READ_BY_NETWORKS = f"the networks read it; {WRITTEN_BY_ENVIRONMENT}"
 _WRITTEN_BY_SAMPLER = "the sampler writes it"
+
+
+def entries_read(
+    keys: Any, state: Iterable[NestedKey], following: Iterable[NestedKey], policy: Mapping[NestedKey, str]
+) -> dict[NestedKey, str]:
+    """The entries of a batch that a loss or an estimator reads, and the component that writes each of them.
+
+    Args:
+        keys: the names of the entries, ``tensor_keys`` of the loss or the estimator.
+        state: the entries that the networks read for x_t.
+        following: the entries that they read for x_{t+1}.
+        policy: the entries that the policy writes, with the author named in errors.
+    """
+    entries: dict[Any, str] = {**dict.fromkeys(state, READ_BY_NETWORKS), **policy}
+    entries |= {("next", key): WRITTEN_BY_ENVIRONMENT for key in (keys.reward, keys.done, keys.terminated)}
+    entries |= {("next", key): READ_BY_NETWORKS for key in following}
+    return {unravel_key(key): author for key, author in entries.items()}
 
 
 def require_entry(owner: str, tensordict: TensorDictBase, key: NestedKey, written_by: str) -> Tensor:
@@ -36,409 +44,134 @@ def require_entry(owner: str, tensordict: TensorDictBase, key: NestedKey, writte
     return value
 
 
-def of_steps(owner: str, value: Tensor, key: NestedKey, shape: torch.Size) -> Tensor:
-    """Reshape an entry of the sampler from [*B, T] or [*B, T, 1] to [*B, T], ``shape``."""
-    if value.shape not in (shape, (*shape, 1)):
-        raise ValueError(
-            f"{owner}: {key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}; {_WRITTEN_BY_SAMPLER}."
-        )
-    return value.reshape(shape)
+def require_shape(owner: str, key: NestedKey, value: Tensor, *shapes: Iterable[int], author: str) -> None:
+    """Raise ValueError unless the entry ``key`` has one of ``shapes``."""
+    expected = [tuple(shape) for shape in shapes]
+    if tuple(value.shape) not in expected:
+        raise ValueError(f"{owner}: {key!r} has shape {tuple(value.shape)}, expected {expected[0]}; {author}.")
 
 
-def read_masks(owner: str, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
-    """True for steps that no mask excludes, bool [*B, T]; None if the batch has none of the masks ``keys``."""
-    valid = None
-    for key in keys:
-        mask = tensordict.get(key, None)
-        if mask is not None:
-            if mask.dtype != torch.bool:
-                raise TypeError(f"{owner}: {key!r} is {mask.dtype}, but must be bool; {_WRITTEN_BY_SAMPLER}.")
-            mask = of_steps(owner, mask, key, tensordict.batch_size)
-            valid = mask if valid is None else valid & mask
-    return valid
-
-
-def require_single_steps(owner: str, tensordict: TensorDictBase, key: NestedKey = "steps_to_next_obs") -> None:
-    """Raise ValueError if the transitions of a batch span several steps, so that rewards would count repeatedly."""
-    if tensordict.get(key, None) is not None:
-        raise ValueError(
-            f"{owner}: the batch has {key!r}, so its transitions span several steps; store single steps, without a "
-            "multi-step transform."
-        )
-
-
-def blank_invalid(tensordict: TensorDictBase, keys: Iterable[NestedKey], valid: Tensor | None) -> TensorDictBase:
-    r"""Copy the entries ``keys`` of a batch [\*B, T], with floating-point values set to 0 in invalid steps.
-
-    A network must not read a NaN there: the loss masks the output, but the gradient of the weights is 0 · NaN = NaN.
-    Missing entries are skipped.
-
-    Args:
-        tensordict: the batch.
-        keys: the entries to copy.
-        valid: bool [\*B, T]. None: all steps are valid, and the batch itself is returned.
-    """
-    if valid is None:
-        return tensordict
-    result = TensorDict(batch_size=tensordict.batch_size)
-    for key in keys:
-        value = tensordict.get(key, None)
-        if value is not None and value.is_floating_point():
-            value = value.masked_fill(~expand_as_right(valid, value), 0.0)
-        if value is not None:
-            result.set(key, value)
-    return result
-
-
-def separate_episodes(state: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]) -> None:
-    """Set "is_init" of the next states where an episode begins, so that recurrent networks are reset there.
-
-    In a row of next states, x_{t+1} of a new episode directly follows x_{t+1} of the previous episode. A network that
-    runs over the row must reset its hidden state there, as TorchRL's estimators do. A network that is called step by
-    step reads the stored hidden state, so it must not be reset.
-
-    Args:
-        state: the inputs of the networks for x_t, [*B, T].
-        following: their inputs for x_{t+1}, [*B, T]; "is_init" is changed in place.
-        networks: the networks that read them.
-    """
-    modules = [module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")]
-    if modules and not any(module.recurrent_mode for module in modules):
-        return
-    for key in state.keys(include_nested=True, leaves_only=True):
-        if key_path(key)[-1] == "is_init":
-            following.set(key, following.get(key) | state.get(key))
-
-
-@dataclass(kw_only=True)
 class Trajectories:
-    """Rewards and ends of the trajectories of a batch.
+    r"""A batch of trajectories [\*B, T]: what the networks read, rewards and ends.
+
+    Masks may exclude steps, which may hold any values. The entries that are read are copied then, with floating-point
+    values set to 0 in excluded steps: a network must not read a NaN there. The loss masks the output of the network,
+    but the gradient of its weights would be 0 · NaN = NaN.
 
     Args:
-        reward: [*B, T, 1].
-        done: bool [*B, T, 1], True also before an invalid step.
-        terminated: bool [*B, T, 1].
-        valid: bool [*B, T]; None if all steps are valid.
-        time_dim: the dimension of time.
+        owner: the class that error messages name.
+        tensordict: the batch.
+        keys: the names of the entries, ``tensor_keys`` of a loss or estimator.
+        entries: the entries that must exist, see :func:`entries_read`.
+        masks: the entries of masks, bool [\*B, T] or [\*B, T, 1], if they exist.
+        time_dim: the dimension of time, >= 0.
+        optional: further entries to read, if they exist.
+
+    Attributes:
+        data: the batch, or the copy of its entries.
+        reward: [\*B, T, 1].
+        done: bool [\*B, T, 1], True also before an excluded step.
+        terminated: bool [\*B, T, 1].
+        valid: bool [\*B, T], False in excluded steps; None if there is no mask.
+
+    Raises:
+        KeyError: if an entry is missing.
+        TypeError: if a mask is not bool.
+        ValueError: if rewards, ends or masks have a wrong shape, or transitions span several steps.
     """
 
-    reward: Tensor
-    done: Tensor
-    terminated: Tensor
-    valid: Tensor | None
-    time_dim: int
-
-    @classmethod
-    def read(
-        cls, owner: str, tensordict: TensorDictBase, keys: Any, valid: Tensor | None, time_dim: int
-    ) -> Trajectories:
-        """Read the rewards and ends of a batch.
-
-        Args:
-            owner: the class that error messages name.
-            tensordict: the batch.
-            keys: the names of the entries, ``tensor_keys`` of a loss or estimator.
-            valid: bool [*B, T]; None if all steps are valid.
-            time_dim: the dimension of time.
-
-        Raises:
-            KeyError: if an entry is missing.
-            ValueError: if an entry has not the shape [*B, T, 1].
-        """
-        shape, columns = (*tensordict.batch_size, 1), []
-        for name in (keys.reward, keys.done, keys.terminated):
-            key = unravel_key(("next", name))
-            value = require_entry(owner, tensordict, key, WRITTEN_BY_ENVIRONMENT)
-            if value.shape != shape:
-                raise ValueError(
-                    f"{owner}: {key!r} has shape {tuple(value.shape)}, expected {shape}; {WRITTEN_BY_ENVIRONMENT}."
-                )
-            columns.append(value)
-        reward, done, terminated = columns[0], columns[1].to(torch.bool), columns[2].to(torch.bool)
-        if valid is not None:
-            in_time = valid.movedim(time_dim, 0)
-            goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
-            done = done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
-        return cls(reward=reward, done=done, terminated=terminated, valid=valid, time_dim=time_dim)
-
-    def shift(
+    def __init__(
         self,
         owner: str,
-        state: TensorDictBase,
-        following: TensorDictBase,
-        observed: Iterable[NestedKey],
-        networks: Iterable[nn.Module],
-    ) -> ShiftedStates:
-        """Find the next states that are not states of the batch.
+        tensordict: TensorDictBase,
+        keys: Any,
+        entries: Mapping[NestedKey, str],
+        masks: Iterable[NestedKey],
+        time_dim: int,
+        optional: Iterable[NestedKey] = (),
+    ):
+        self.owner, self.shape, self.time_dim = owner, tensordict.batch_size, time_dim
+        steps = getattr(keys, "steps_to_next_obs", "steps_to_next_obs")
+        if tensordict.get(steps, None) is not None:
+            raise ValueError(
+                f"{owner}: the batch has {steps!r}, so its transitions span several steps; store single steps, without "
+                "a multi-step transform."
+            )
+        for key, author in entries.items():
+            require_entry(owner, tensordict, key, author)
+        self.data, self.valid = tensordict, None
+        for key in masks:
+            mask = tensordict.get(key, None)
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool:
+                raise TypeError(f"{owner}: {key!r} is {mask.dtype}, but must be bool; {_WRITTEN_BY_SAMPLER}.")
+            mask = self.of_steps(key, mask)
+            self.valid = mask if self.valid is None else self.valid & mask
+        if self.valid is not None:
+            self.data = TensorDict(batch_size=self.shape)
+            for key in (*entries, *optional):
+                value = tensordict.get(key, None)
+                if value is not None:
+                    self.data.set(key, self.fill(value) if value.is_floating_point() else value)
+        columns = [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
+        for key in columns:
+            require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=WRITTEN_BY_ENVIRONMENT)
+        self.reward, done, terminated = (self.data.get(key) for key in columns)
+        self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
+        if self.valid is not None:
+            in_time = self.valid.movedim(time_dim, 0)
+            goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
+            self.done = self.done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
 
-        Args:
-            owner: the class that error messages name.
-            state: the inputs of the networks for x_t, [*B, T].
-            following: their inputs for x_{t+1}, [*B, T].
-            observed: the entries that the networks read for x_{t+1}.
-            networks: the networks that evaluate next states.
-        """
-        observed = [*observed]
-        require_shiftable(owner, networks, observed)
-        ends = self.done, self.terminated
-        return ShiftedStates(owner, ends, self.valid, state, following, observed, time_dim=self.time_dim)
+    @property
+    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Rewards and flags of ends, [\*B, T, 1], the last arguments of the functions that estimate returns."""
+        return self.reward, self.done, self.terminated
+
+    def of_steps(self, key: NestedKey, value: Tensor) -> Tensor:
+        r"""Reshape an entry of the sampler from [\*B, T] or [\*B, T, 1] to [\*B, T]."""
+        require_shape(self.owner, key, value, self.shape, (*self.shape, 1), author=_WRITTEN_BY_SAMPLER)
+        return value.reshape(self.shape)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Replace ``x`` [*B, T, n] by 0 in invalid steps."""
-        return x if self.valid is None else x.masked_fill(~self.valid.unsqueeze(-1), 0.0)
+        r"""Replace ``x`` [\*B, T, ...] by 0 in excluded steps."""
+        return x if self.valid is None else x.masked_fill(~expand_as_right(self.valid, x), 0)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Mean of ``x`` [*B, T] over the valid steps, detached."""
+        r"""Mean of ``x`` [\*B, T] over the steps that are not excluded, detached."""
         x = x.detach()
-        if self.valid is None:
-            return x.mean()
-        return x.masked_fill(~self.valid, 0.0).sum() / self.valid.sum().clamp_min(1)
+        return x.mean() if self.valid is None else self.fill(x).sum() / self.valid.sum().clamp_min(1)
 
+    def states(self, keys: Iterable[NestedKey], networks: Iterable[nn.Module]) -> tuple[TensorDictBase, TensorDictBase]:
+        r"""The inputs ``keys`` of ``networks`` for x_t and for x_{t+1}, [\*B, T] each.
 
-# Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.
-Check = Callable[[str, str, Any], Any]
-
-
-def _number(valid: Callable[[float], bool], rule: str) -> Check:
-    """Make the check of a number; ``rule`` completes "must be" in its error."""
-    return partial(require_number, valid=valid, rule=rule)
-
-
-def _reduction(owner: str, name: str, value: Any) -> str:
-    return require_choice(owner, name, "mean" if value is None else value, ("mean", "sum", "none"))
-
-
-def coefficient(owner: str, name: str, value: Any) -> float | Tensor:
-    """Check the weight of a loss; a real tensor stays a tensor, whose value is not read on an accelerator."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return require_finite(owner, name, value)
-    if value.numel() != 1 or values_can_be_read(value):
-        require_finite(owner, name, value)
-    return value
-
-
-class TrajectoryLoss(LossModule):
-    """Abstract loss on trajectories with a stored behaviour policy: TensorDicts of shape [*B, T], time last.
-
-    The average policy is ``target_actor_network_params``; a :class:`~torchrl.objectives.SoftUpdate` updates it.
-
-    Subclasses list the checks of their arguments in ``_ARGUMENTS``, and the weights of their losses, which are buffers,
-    in TorchRL's ``_schedulable_buffers``.
-    """
-
-    @dataclass
-    class _AcceptedKeys:
-        action: NestedKey = "action"
-        reward: NestedKey = "reward"
-        done: NestedKey = "done"
-        terminated: NestedKey = "terminated"
-        priority: NestedKey = "td_error"
-        priority_weight: NestedKey = "priority_weight"
-
-    tensor_keys: _AcceptedKeys
-    actor_network: ProbabilisticTensorDictSequential
-    actor_network_params: TensorDictParams
-    target_actor_network_params: TensorDictParams
-    gamma: float
-    lmbda: float
-    c: float
-    delta: float
-    retrace_thresh: float
-    trust_region: bool
-    returns: str
-    reduction: str
-    entropy_coeff: Tensor
-    critic_coeff: Tensor
-    _schedulable_buffers = frozenset({"entropy_coeff", "critic_coeff"})
-    # the check of each argument that can be assigned; it returns the value of the attribute
-    _ARGUMENTS: ClassVar[dict[str, Check]] = {
-        "gamma": _number(lambda x: 0 <= x <= 1, "in [0, 1]"),
-        "lmbda": _number(lambda x: 0 <= x <= 1, "in [0, 1]"),
-        "c": _number(lambda x: x >= 0, ">= 0; use math.inf for importance sampling without truncation"),
-        "delta": _number(lambda x: x >= 0, ">= 0; use trust_region=False for no trust region"),
-        "retrace_thresh": _number(lambda x: x >= 0, ">= 0"),
-        "trust_region": require_bool,
-        "returns": partial(require_choice, choices=("retrace", "importance_sampling")),
-        "reduction": _reduction,
-        "entropy_coeff": coefficient,
-        "critic_coeff": coefficient,
-    }
-    _LOSSES: tuple[str, ...]
-    _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
-
-    def __init__(self, actor_network: ProbabilisticTensorDictSequential, critic: tuple[str, nn.Module], **arguments):
-        name = type(self).__name__
-        super().__init__()
-        if not isinstance(actor_network, ProbabilisticTensorDictSequential):
-            raise TypeError(
-                f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
-                f"not {type(actor_network).__name__}."
-            )
-        for key, value in arguments.items():
-            self._ARGUMENTS[key](name, key, value)
-        self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
-        # without ``compare_against``: parameters that the two networks share get the gradients of both losses
-        self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
-        self._network_names = ("actor_network", critic[0])
-        self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
-        device = next(self.parameters()).device
-        for key, value in arguments.items():
-            if key in self._all_schedulable_buffers:
-                self.register_coeff_buffer(key, self._ARGUMENTS[key](name, key, value), device=device)
-            else:
-                setattr(self, key, value)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        check = self._ARGUMENTS.get(name)
-        # a number is copied into a buffer, a tensor replaces it, as in all losses of TorchRL
-        super().__setattr__(name, value if check is None else check(type(self).__name__, name, value))
-
-    def reset_parameters_recursive(self) -> None:
-        """Reset the networks by the ``reset_parameters()`` of their modules, and copy the policy to the average policy.
-
-        Modules without this method keep their values.
+        In a row of next states, x_{t+1} of a new episode directly follows x_{t+1} of the previous episode. A recurrent
+        network that runs over the row must be reset there, as TorchRL's estimators do, so "is_init" is set. A network
+        that is called step by step reads the stored hidden state, so it must not be reset.
         """
-        for name in self._network_names:
-            network: nn.Module = getattr(self, name)
-            with self._params(name):
-                for module in network.modules():
-                    reset = getattr(module, "reset_parameters", None)
-                    if reset is not None:
-                        reset()
-        # not as an attribute, which warns if no updater is associated yet
-        average: Any = dict(self.named_children())["target_actor_network_params"]
-        average.data.update_(self.actor_network_params.data)
-
-    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        pass
-
-    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> None:
-        """Raise NotImplementedError: the loss computes its own returns."""
-        raise NotImplementedError(
-            f"{type(self).__name__}.make_value_estimator: the loss computes its own returns; pass gamma=, "
-            "lmbda=, returns= to its constructor."
-        )
-
-    @property
-    @abstractmethod
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        """The entries with the statistics of the behaviour policy."""
-
-    @property
-    @abstractmethod
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The entries that the networks read for x_t, and those that they read for x_{t+1}."""
-
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        """All entries that the loss reads, except those that are optional."""
-        keys, (of_state, of_following) = self.tensor_keys, self._read
-        of_step = [("next", key) for key in (keys.reward, keys.done, keys.terminated, *of_following)]
-        return list(dict.fromkeys(unravel_key(k) for k in (*of_state, keys.action, *self._behaviour, *of_step)))
-
-    @in_keys.setter
-    def in_keys(self, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__}.in_keys: use set_keys().")
-
-    def _params(self, network: str, *, average: bool = False) -> AbstractContextManager:
-        params: TensorDictParams = getattr(self, f"target_{network}_params" if average else f"{network}_params")
-        # with preserve_module_state=True, parameters that require gradients would replace buffers of the average policy
-        return params.to_module(getattr(self, network), preserve_module_state=False)
-
-    def _distribution(self, state: TensorDictBase, *, average: bool = False) -> TensorDictBase:
-        """Add the parameters of the policy's distribution to ``state``."""
-        with self._params("actor_network", average=average):
-            return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
-
-    def _statistics(self, tensordict: TensorDictBase, policy: Tensor) -> list[Tensor]:
-        """The stored statistics of the behaviour policy, detached, in the shape of those of the current ``policy``."""
-        result = []
-        for key in self._behaviour:
-            value = require_entry(
-                type(self).__name__,
-                tensordict,
-                key,
-                f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution",
-            )
-            if value.shape != policy.shape:
-                raise ValueError(
-                    f"{type(self).__name__}: {key!r} of the behaviour policy has shape {tuple(value.shape)}, expected "
-                    f"{tuple(policy.shape)}, as for the current policy; {WRITTEN_BY_POLICY}."
-                )
-            result.append(value.detach().to(torch.promote_types(value.dtype, policy.dtype)))
-        return result
-
-    def _require_written(self, key: NestedKey, positive: Tensor, rows: Trajectories) -> None:
-        """Raise ValueError if ``positive`` [*B, T] is not > 0 in a valid step, except on accelerators and in graphs."""
-        missing = positive <= 0 if rows.valid is None else (positive <= 0) & rows.valid
-        raise_if(
-            missing.any,
-            lambda: ValueError(
-                f"{type(self).__name__}: {key!r} of the behaviour policy is not > 0 in {int(missing.sum())} steps, so "
-                "no policy has written it. A collector with init_random_frames= stores zeros for its random actions: "
-                "leave init_random_frames out, or do not store these steps."
-            ),
-            skip_on=missing,
-        )
-
-    def _trajectories(self, tensordict: TensorDictBase) -> Trajectories:
-        """Read rewards, ends and mask of a batch; a step before an invalid step ends its trajectory."""
-        name = type(self).__name__
-        if not tensordict.batch_dims:
-            raise ValueError(f"{name}: the batch must have the shape [*B, T] of trajectories, not [].")
-        require_single_steps(name, tensordict)
-        valid = read_masks(name, tensordict, self._loss_mask_keys())
-        return Trajectories.read(name, tensordict, self.tensor_keys, valid, tensordict.batch_dims - 1)
-
-    def _shift(
-        self, rows: Trajectories, states: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]
-    ) -> ShiftedStates:
-        """Find the next states that are not states of the batch; for the arguments see :meth:`Trajectories.shift`."""
-        return rows.shift(type(self).__name__, states, following, self._read[1], networks)
-
-    def _returns(
-        self, rows: Trajectories, log_pi: Tensor, log_mu: Tensor, q: Tensor, next_value: Tensor, power: float = 1.0
-    ) -> Tensor:
-        """Estimate Q^π of the actions taken; arguments and result have shape [*B, T, 1]."""
-        ends = rows.reward, rows.done, rows.terminated
-        if self.returns == "importance_sampling":
-            return importance_sampling_return(self.gamma, log_pi, log_mu, next_value, *ends)
-        return retrace(
-            self.gamma,
-            self.lmbda,
-            log_pi,
-            log_mu,
-            q,
-            next_value,
-            *ends,
-            rho_thresh=self.retrace_thresh,
-            rho_power=power,
-        )
-
-    def _result(
-        self,
-        tensordict: TensorDictBase,
-        rows: Trajectories,
-        losses: dict[str, Tensor],
-        diagnostics: dict[str, Tensor],
-        td_error: Tensor,
-    ) -> TensorDict:
-        """Reduce losses [*B, T], average diagnostics [*B, T], and write the squared TD errors to the batch."""
-        weights = self._maybe_get_priority_weight(tensordict)
-        if weights is not None:
-            key = self.tensor_keys.priority_weight
-            weights = of_steps(type(self).__name__, weights, key, tensordict.batch_size)
-        tensordict.set(self.tensor_keys.priority, td_error.detach().square().squeeze(-1))
-        result = {key: self._reduced(value, tensordict, rows, weights) for key, value in losses.items()}
-        result |= {key: rows.mean(value) for key, value in diagnostics.items()}
-        self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._network_names for t in ("", "target_")))
-        return TensorDict(result)
-
-    def _reduced(self, loss: Tensor, tensordict: TensorDictBase, rows: Trajectories, weights: Tensor | None) -> Tensor:
-        """Reduce ``loss`` [*B, T] over the valid steps with ``weights`` [*B, T]."""
-        if weights is None or rows.valid is None or self.reduction != "mean":
-            return self._reduce_loss(loss, tensordict, weights=weights)
-        # TorchRL divides by the sum of the weights, which is 0 if no step is valid
-        weights = weights.masked_fill(~rows.valid, 0.0)
-        total = weights.sum()
-        return (loss.masked_fill(~rows.valid, 0.0) * weights).sum() / torch.where(total > 0, total, 1.0)
+        networks = [*networks]
+        written = [unravel_key(key) for network in networks for key in getattr(network, "out_keys", ())]
+        recurrent = [
+            module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")
+        ]
+        resets = not recurrent or any(module.recurrent_mode for module in recurrent)
+        last = torch.zeros_like(self.done.movedim(self.time_dim, 0))
+        last[-1] = True
+        ended = (self.done | last.movedim(0, self.time_dim)).squeeze(-1)
+        state, following = TensorDict(batch_size=self.shape), TensorDict(batch_size=self.shape)
+        for key in keys:
+            next_key = unravel_key(("next", key))
+            value, after = self.data.get(key), self.data.get(next_key)
+            if after.shape == value.shape and next_key in written:
+                # A hidden state. If the loss ran the network over the rows, those under "next" are 0 except where a
+                # trajectory ends. So the hidden state stored for the next step is used, except there.
+                after = torch.where(expand_as_right(ended, value), after, value.roll(-1, self.time_dim))
+            if after.shape == value.shape:
+                # the state after termination has no effect, but it may be NaN, which distributions reject
+                after = torch.where(expand_as_right(self.terminated.squeeze(-1), value), value, after)
+            if resets and key_path(key)[-1] == "is_init":
+                after = after | value
+            state.set(key, value)
+            following.set(key, after)
+        return state, following

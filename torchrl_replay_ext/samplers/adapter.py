@@ -126,6 +126,8 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def observe(self, make: MakeObserver) -> None:
         """Add an observer of writes. Its state is saved and restored with the sampler."""
+        if not self.state.log.is_empty:
+            raise RuntimeError(f"{self.owner}: this sampler belongs to another buffer; create one sampler for each.")
         self._make_observers.append(make)
         self.state.observe(make)
 
@@ -445,7 +447,7 @@ class DistributionSampler(ShowsArguments, Sampler):
              'rejected_updates': 0.0, 'alpha': 0.6, 'beta': 0.4}
         """
         with self.exclusive():
-            self.state.recover(self._bound)
+            self.distribution.sync()
             values = self.state.stats()
         scalars = {key: value.to(self.layout.device, torch.float32).reshape(()) for key, value in values.items()}
         return TensorDict(scalars, device=self.layout.device)
@@ -458,7 +460,7 @@ class DistributionSampler(ShowsArguments, Sampler):
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""
         with self.exclusive():
-            self.state.recover(self._bound)
+            self.distribution.sync()
             state = {key: value.clone() for key, value in self.state.tensors().items()}
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
         return state | {"storage_shape": torch.tensor(self._shape or (), dtype=torch.int64)}

@@ -17,7 +17,7 @@ from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_cho
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.distributions.event_tables import EventPriorities, EventTableMixture
+from torchrl_replay_ext.distributions.event_tables import EventTableMixture
 from torchrl_replay_ext.distributions.reliability import Truncated
 from torchrl_replay_ext.distributions.table_shares import TableShares
 from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
@@ -46,7 +46,7 @@ _KINDS: dict[str, dict[str, Any]] = {
         "td_error": "squared",
         "max_priority_within_buffer": False,
     },
-    "rank": {"alpha": 0.7, "beta": 0.5, "td_error": "squared", "stale_fraction": 0.05},
+    "rank": {"alpha": 0.7, "beta": 0.5, "td_error": "squared"},
     "reaper": {
         "alpha": 0.4,
         "omega": 0.2,
@@ -76,7 +76,6 @@ class TablePriority(TypedDict, total=False):
     omega: float | Anneal
     eps: float
     td_error: TDError
-    stale_fraction: float
     max_priority_within_buffer: bool
     num_streams: int
     truncated: Truncated
@@ -144,10 +143,8 @@ class EventTableSampler(DistributionSampler):
 
     * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`. Entries:
       ``alpha`` 0.6, ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False.
-    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k. Entries: ``alpha`` 0.7, ``beta`` 0.5, ``td_error``
-      ``"squared"``, ``stale_fraction`` 0.05. Ranks are computed by sorting, outside of graphs, when the share
-      ``stale_fraction`` of all entries has changed. In between, an updated transition gets the rank that fits its new
-      TD error in the last sort. New transitions have rank 1 until the next sort, which places them before all others.
+    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k, as in :class:`~torchrl_replay_ext.RankBasedSampler`.
+      Entries: ``alpha`` 0.7, ``beta`` 0.5, ``td_error`` ``"squared"``.
     * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
       and its defaults, except ``capacity``, ``weight_norm`` and ``validate``. Needs ``retention="ring"``. Draws follow
       Ψ exactly. The sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
@@ -224,8 +221,6 @@ class EventTableSampler(DistributionSampler):
         within: dict[str, Any] = {}
         if kind is not None:
             within["alpha"] = hyperparameters["alpha"]
-        if kind == "rank":
-            within["stale_fraction"] = settings.pop("stale_fraction")
         if kind == "reaper":
             given: dict[str, Any] = {key: settings.pop(key, default) for key, default in _REAPER.items()}
             within["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
@@ -253,8 +248,7 @@ class EventTableSampler(DistributionSampler):
         )
 
     def _make_for(self, tables: EventTables) -> partial[EventTableMixture]:
-        distribution = EventPriorities if self._correction == "priority" else EventTableMixture
-        return partial(distribution, tables=tables, **self._arguments)
+        return partial(EventTableMixture, tables=tables, **self._arguments)
 
     def _find_tables(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
@@ -301,13 +295,6 @@ class EventTableSampler(DistributionSampler):
     @event_share.setter
     def event_share(self, value: float) -> None:
         self.eta = self._shares.with_event_share(value)
-
-    def sort(self) -> None:
-        """Rank-based priorities: sort. Call it now and then if all writes and draws are part of a graph."""
-        distribution = self.distribution
-        assert isinstance(distribution, EventTableMixture)
-        with self.exclusive():
-            distribution.sort()
 
 
 def _require_compatible(
@@ -361,12 +348,6 @@ def _settings(priority: TablePriority | None) -> dict[str, Any]:
         raise ValueError(
             f"EventTableSampler(priority={dict(priority)}): kind={kind!r} has the entries {', '.join(known)}, not "
             f"{', '.join(sorted(unknown))}."
-        )
-    stale_fraction = priority.get("stale_fraction", 0.0)
-    if not (is_number(stale_fraction) and 0 <= stale_fraction <= 1):
-        raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): stale_fraction must be in [0, 1]; with 0, every draw "
-            "after a change sorts."
         )
     return {"eps": 1e-6, **_KINDS[kind], **priority}
 

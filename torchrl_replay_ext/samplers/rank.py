@@ -6,7 +6,7 @@ from functools import partial
 from typing import get_args
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import TDError, WeightNorm, as_number, require_bool, require_choice
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
 from torchrl_replay_ext.distributions.rank import RankBased, Segments
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
@@ -22,23 +22,15 @@ class RankBasedSampler(DistributionSampler):
     Until their first update, new transitions have the first ranks; a transition that is written gets rank 1.
     Overwritten transitions are removed from the order immediately.
 
-    On the CPU, ranks are exact after each write and update, in eager code and in graphs, up to ties: values of \|δ\|
-    that agree in the first 8 binary digits (they differ by less than 0.8 %) count as equal. Transitions with equal
-    values have consecutive ranks, an updated one the last of them, and draws, probabilities and weights use these
-    ranks.
-
-    On accelerators, transitions are sorted before a draw when the number of writes and updates since the last sort has
-    reached ``stale_fraction`` of the number of transitions. Between sorts, an updated transition moves to a gap at the
-    right place of the last sort; if there is no free gap, it keeps its place, and the update counts tenfold. Above
-    50,000 transitions, after the first eighth of the ranks, equal values are those of the CPU, unless
-    ``stale_fraction=0``; below, values are not rounded. A graph (:class:`~torchrl_replay_ext.CompilableReplayBuffer`)
-    does not sort; writes outside of the graph do this when necessary. If writes are part of the graph too, call
-    :meth:`sort` now and then.
+    Ranks are exact after each write and update, in eager code and in graphs, up to ties: values of \|δ\| that agree in
+    the first 8 binary digits (they differ by less than 0.8 %) count as equal. Transitions with equal values have
+    consecutive ranks, an updated one the last of them, and draws, probabilities and weights use these ranks. On CUDA,
+    each draw sorts the transitions.
 
     Args:
         capacity: number of slots, at least that of the storage. Default: None, the size of the storage.
         alpha: exponent of the rank, >= 0, or :class:`~torchrl_replay_ext.Anneal`; 0 is uniform. An annealed value is
-            applied in steps of 0.01, on accelerators at each sort. Default: 0.7.
+            applied in steps of 0.01. Default: 0.7.
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.5.
         stratified: draw one transition from each of B segments of equal probability instead of B independent ones.
@@ -48,8 +40,6 @@ class RankBasedSampler(DistributionSampler):
             probability, and within a segment all transitions are equally likely. Weights use the approximate
             probabilities. If rank 1 has a probability above 1 / B, some segments would be empty; such a segment
             contains the rank at its boundary.
-        stale_fraction: on accelerators, share of the transitions in [0, 1] that may be written or updated before the
-            next sort; 0 sorts before each draw that follows a change. It has no effect on the CPU. Default: 0.05.
         td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Both have the same
             order, so the draws are the same.
         weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions, which is
@@ -82,7 +72,6 @@ class RankBasedSampler(DistributionSampler):
         beta: float | Anneal = 0.5,
         stratified: bool = True,
         segments: Segments = "exact",
-        stale_fraction: float = 0.05,
         td_error: TDError = "squared",
         weight_norm: WeightNorm = "buffer",
         validate: bool = False,
@@ -91,10 +80,6 @@ class RankBasedSampler(DistributionSampler):
         require_choice(name, "segments", segments, get_args(Segments))
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         require_bool(name, "stratified", stratified)
-        if not 0 <= as_number(name, "stale_fraction", stale_fraction) <= 1:
-            raise ValueError(
-                f"{name}(stale_fraction={stale_fraction}): stale_fraction must be in [0, 1]; 0 sorts before every draw."
-            )
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta)
         super().__init__(
             capacity,
@@ -103,20 +88,9 @@ class RankBasedSampler(DistributionSampler):
                 alpha=hyperparameters["alpha"],
                 stratified=stratified,
                 segments=segments,
-                stale_fraction=stale_fraction,
                 weight_norm=weight_norm,
             ),
             hyperparameters=hyperparameters,
             td_error=td_error,
             validate=validate,
         )
-
-    def sort(self) -> None:
-        """Sort the stored transitions, O(N log N); on the CPU, do nothing.
-
-        Only needed if all writes are part of a graph.
-        """
-        distribution = self.distribution
-        assert isinstance(distribution, RankBased)
-        with self.exclusive():
-            distribution.sort()

@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError, shown
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, to_device
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
@@ -22,9 +22,6 @@ from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
-
-# Errors that reject a write before any change. A warning is included: a filter can turn it into an error.
-REFUSALS = (KeyError, TypeError, ValueError, Warning)
 
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
@@ -53,8 +50,6 @@ class SlotState:
 
     # True once rows were written, or those of the storage were ingested: then the storage holds no unknown rows
     _knows_storage = False
-    # True if the current write has already changed a part, so that its rejection requires recovery
-    _write_has_effects = False
 
     def __init__(
         self,
@@ -95,8 +90,6 @@ class SlotState:
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""
         self._parts.insert(len(self._parts) - 1, make(self.log))
-        if not self.log.is_empty:
-            self.log.mark_dirty()
 
     def hyperparameters_changed(self) -> None:
         """Called after hyperparameters were changed."""
@@ -138,48 +131,19 @@ class SlotState:
         following = _torchrl.next_step(storage) if following is None else following
         steps = torch.arange(count // self.layout.slots_per_step, device=self.layout.device)
         slots = self.layout.slots_at((steps + (following or 0)) % len(steps)).reshape(-1)
-        with self.log.transaction():
-            for part in self._parts:
-                part.before_ingest(count, (following or 0) * self.layout.slots_per_step)
-            self.insert(slots, storage)
+        for part in self._parts:
+            part.before_ingest(count, (following or 0) * self.layout.slots_per_step)
+        self.insert(slots, storage)
         if following is not None:
             self.log.see_step((following - 1) % self.layout.steps)
 
     def synchronize(self, storage: Storage | None) -> bool:
         """Ingest the rows of a storage that nothing is known of; True if there were such rows."""
-        self.recover(storage)
+        self.distribution.sync()
         if storage is None or self._knows_storage or not self.log.is_empty or not _torchrl.length(storage):
             return False
         self.ingest(storage)
         return True
-
-    def recover(self, storage: Storage | None, *, before_write: bool = False) -> None:
-        """Rebuild the state from the log and the stored rows if a change was interrupted.
-
-        Stored transitions keep their last priorities. Two things are lost: the alpha of each transition while alpha is
-        annealed, and the order in which transitions that were never updated were written.
-        """
-        if storage is None:
-            return
-        if not before_write:
-            self.distribution.sync()
-        if not self.log.needs_recovery:
-            return
-        runs, priority = self.log.runs(), self.priorities.of_slot.clone()
-        for part in self._parts:
-            part.clear()
-        self.log.forget_contents()
-        if not self.priorities.within_buffer:
-            self.priorities.largest.copy_(torch.maximum(self.priorities.largest, priority.abs().max()))
-        self.priorities.clear()
-        for run in runs:
-            self.insert(run, storage)
-        updated = ((self.log.generation > 0) & (priority > 0)).nonzero().squeeze(1)
-        if updated.numel():
-            self.priorities.set(updated, priority[updated])
-            self.distribution.update(updated, priority[updated])
-        self.log.announce(None)
-        self.log.mark_clean()
 
     def write(self, index: int | Tensor, slots: Tensor, storage: Storage | None) -> None:
         """Update the state after a write. Not usable in graphs.
@@ -193,8 +157,7 @@ class SlotState:
             storage: the storage.
 
         Raises:
-            KeyError, TypeError, ValueError: if a part rejects the rows. These slots are then empty; nothing else is
-                changed.
+            KeyError, TypeError, ValueError: if a part rejects the rows. These slots are then empty.
             IndexError: if a slot is out of range.
         """
         if not slots.numel():
@@ -214,25 +177,12 @@ class SlotState:
         if slots.device != self.layout.device:
             slots = to_device(slots, self.layout.device)
             write = write._replace(slots_as_index=as_index(slots))
-        self.recover(storage, before_write=True)
-        self._write_has_effects = False
-        knew_storage, self._knows_storage = self._knows_storage, True
-        try:
-            with self.log.transaction():
-                is_first = not knew_storage and self.log.is_empty
-                if is_first and storage is not None and _torchrl.length(storage) > count:
-                    self.ingest(storage, (write.last + 1) % self.layout.steps)
-                else:
-                    self._apply_write(slots, write, storage)
-        except BaseException as error:
-            if isinstance(error, REFUSALS) and not self._write_has_effects:
-                self.log.mark_clean()
-                self.discard(slots)
-            else:
-                # rebuilt without these slots, see recover()
-                self.log.generation.index_fill_(0, slots, 0)
-                self.log.mark_dirty()
-            raise
+        is_first = not self._knows_storage and self.log.is_empty
+        self._knows_storage = True
+        if is_first and storage is not None and _torchrl.length(storage) > count:
+            self.ingest(storage, (write.last + 1) % self.layout.steps)
+        else:
+            self._apply_write(slots, write, storage)
         self.log.announce(index if slots.numel() == count else None, write.slots_as_index)
 
     def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
@@ -248,7 +198,6 @@ class SlotState:
         index = write.slots_as_index
         if slots.numel() > self.layout.num_slots:
             # all earlier rows are overwritten, and also the first rows of this write
-            self._write_has_effects = True
             for part in self._parts:
                 part.before_full_overwrite()
             self._forget(torch.arange(self.layout.num_slots, device=self.layout.device))
@@ -282,19 +231,28 @@ class SlotState:
         """
         index = as_index(slots) if index is None else index
         rows = StoredRows(self.owner, storage, slots, index, self.layout.num_slots, is_rewrite)
-        largest = self.priorities.largest.clone() if self.priorities.within_buffer else None
         self.priorities.exclude(slots)
-        accepted = False
+        inserted: list[WriteObserver] = []
         try:
             for part in self._parts:
                 part.insert(slots, self.priorities.largest, rows)
-                accepted = True
-        except REFUSALS:
-            self._write_has_effects |= accepted
-            if largest is not None:
-                self.priorities.undo_exclude(slots, largest)
+                inserted.append(part)
+        except BaseException:
+            self._undo(slots, inserted)
             raise
         self.log.record(slots.contiguous(), self.priorities.arrays())
+
+    def _undo(self, slots: Tensor, inserted: list[WriteObserver]) -> None:
+        """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused."""
+        if is_traced():
+            return
+        before = slots[self.log.generation.index_select(0, slots) > 0]
+        for part in self._parts:
+            rows = slots if part in inserted else before
+            if rows.numel():
+                part.remove(rows)
+        if before.numel():
+            self._forget(before)
 
     def remove(self, slots: Tensor) -> None:
         """Mark ``slots`` [n], without duplicates, as empty."""
@@ -318,8 +276,7 @@ class SlotState:
 
     def reweight(self) -> None:
         """Recompute all densities after an exponent was changed."""
-        with self.log.transaction():
-            self.distribution.reweight(None)
+        self.distribution.reweight(None)
 
     # --- state
 

@@ -106,8 +106,7 @@ class SlotUpdates:
         if in_graph:
             self._update(*rows, refuses=refuses, is_own=is_own)
         else:
-            with self._log.transaction():
-                reason, row = self._update(*rows, refuses=refuses, is_own=is_own)
+            reason, row = self._update(*rows, refuses=refuses, is_own=is_own)
             if reason:
                 raise self._refusal(reason, slots, error, row)
             self._log.announce(None)
@@ -148,8 +147,7 @@ class SlotUpdates:
             return
         if not self._layout.for_graphs:
             if alpha.just_ended():
-                with self._log.transaction():
-                    self._distribution.reweight(None)
+                self._distribution.reweight(None)
         elif alpha.annealed:
             slots = (self._cursor + torch.arange(_REWEIGHTED, device=self._layout.device)) % self._layout.size
             self._cursor.add_(_REWEIGHTED)

@@ -25,15 +25,15 @@ DENSITY = "_probability_of_draw"
 
 def to_arrays(data: TensorDictBase) -> Arrays:
     """The entries of a batch on the CPU. Raises TypeError for entries that are not tensors, and dtypes NumPy lacks."""
-    entries = dict(data.items(True, True, is_leaf=is_leaf_nontensor))
-    for key, column in entries.items():
+    columns: Arrays = {}
+    for key, column in data.items(True, True, is_leaf=is_leaf_nontensor):
         if not isinstance(column, Tensor):
             raise TypeError(f"{OWNER}: the entry {key!r} must be a tensor, not {type(column).__name__}.")
-    try:
-        return {key: column.detach().cpu().numpy() for key, column in entries.items()}
-    except TypeError as error:
-        dtypes = {str(key): column.dtype for key, column in entries.items()}
-        raise TypeError(f"{OWNER}: entries need dtypes that NumPy has, not {dtypes}; convert them first.") from error
+        try:
+            columns[key] = column.detach().cpu().numpy()
+        except TypeError as error:
+            raise TypeError(f"{OWNER}: the entry {key!r} has {column.dtype}, which NumPy lacks; convert it.") from error
+    return columns
 
 
 def from_arrays(columns: Arrays) -> TensorDict:
@@ -49,8 +49,8 @@ def split(columns: Arrays, part: np.ndarray, num_parts: int) -> list[Arrays]:
     """Divide rows into ``num_parts`` batches; ``part``: the batch of each row, int64 [n]. The order of rows is kept."""
     order = np.argsort(part, kind="stable")
     ends = np.searchsorted(part[order], np.arange(num_parts + 1))
-    sorted_columns = {key: column[order] for key, column in columns.items()}
-    return [{key: column[begin:end] for key, column in sorted_columns.items()} for begin, end in pairwise(ends)]
+    sorted_columns = take(columns, order)
+    return [take(sorted_columns, slice(begin, end)) for begin, end in pairwise(ends)]
 
 
 def describe(columns: Arrays) -> dict[NestedKey, tuple[tuple[int, ...], str]]:
@@ -63,13 +63,6 @@ def num_rows(columns: Arrays) -> int:
     return len(next(iter(columns.values()))) if columns else 0
 
 
-def take(columns: Arrays, rows: np.ndarray) -> Arrays:
-    """Some rows, by index or mask."""
+def take(columns: Arrays, rows: np.ndarray | slice) -> Arrays:
+    """Some rows, by index, mask or slice."""
     return {key: column[rows] for key, column in columns.items()}
-
-
-def concatenate(parts: list[Arrays]) -> Arrays:
-    """Several batches with the same entries as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}

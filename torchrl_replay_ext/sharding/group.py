@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
+import pickle
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchrl_replay_ext.distributions.protocol import ShardRows
-from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, num_rows
-from torchrl_replay_ext.sharding.calls import Calls, Lost, get_all
-from torchrl_replay_ext.sharding.shard import Exchange, Report
+from torchrl_replay_ext.sharding.arrays import OWNER, Arrays
+from torchrl_replay_ext.sharding.calls import Lost, LostShards, RayCalls, get_all, wait_until
+from torchrl_replay_ext.sharding.shard import Report
 
-_MARKER = "checkpoint.json"
-# how often a call of all shards is repeated if processes end while it is made
-_ATTEMPTS = 5
+# marks complete checkpoints
+_COMPLETE = "complete"
+
+# Sent calls: for each shard, the process that is called and the reference to its answer; None if the shard is lost.
+Sent = list[tuple[int, Any] | None]
 
 
 class ShardGroup:
@@ -36,276 +34,206 @@ class ShardGroup:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: RayCalls,
         arguments: Sequence[dict[str, Any]],
         restored: Callable[[int], dict[str, Any] | None] | None,
         on_loss: Callable[[str], None],
         timeout: float,
     ):
-        self._calls, self._restored, self._on_loss, self._timeout = calls, restored, on_loss, timeout
+        self._calls, self._on_loss, self._timeout = calls, on_loss, timeout
+        self._source = restored or self._saved
         self.handles = [calls.start(each) for each in arguments]
-        # the newest report of each shard
-        self.reports = [Report(0)] * len(self.handles)
-        # the incarnation of each shard
-        self.incarnations = [0] * len(self.handles)
-        # for each lost shard, the call that is answered when its process was started again
-        self._waiting: dict[int, Any] = {}
+        # the newest report of each shard; an empty one if it is lost
+        self.reports = [Report()] * len(self.handles)
+        # the numbers of the last processes of lost shards
+        self._ended = [0] * len(self.handles)
+        self._lost = LostShards(calls, self.handles)
         self._checkpoint: Path | None = None
         # state of the schedules of annealed hyperparameters
         self._schedules: dict[str, list] | None = None
         self.lost_shards = self.lost_rows = 0
-        self._wait_for_start()
-
-    def _wait_for_start(self) -> None:
-        """Wait until all shards have been started."""
-        answers = [shard.report.remote() for shard in self.handles]
-        deadline = time.monotonic() + max(self._timeout, 60.0)
-        while not all(map(self._calls.is_answered, answers)):
-            if time.monotonic() > deadline:
-                self.stop()
-                raise RuntimeError(
-                    f"{OWNER}: {len(self)} shards could not be started; does the cluster have the CPUs and the memory "
-                    "of remote_config= for each?"
-                )
-            time.sleep(0.01)
-        for number, answer in enumerate(answers):
-            self._adopt(number, self._calls.get(answer))
-
-    def _adopt(self, number: int, report: Report) -> None:
-        """Note the first report of an incarnation."""
-        self.reports[number], self.incarnations[number] = report, report.incarnation
-        self._waiting.pop(number, None)
-
-    @property
-    def num_lost(self) -> int:
-        """Number of shards that are lost now."""
-        return len(self._waiting)
+        # until they have been started
+        for number in range(len(self)):
+            self._lost.add(number)
+        if not wait_until(lambda: self._restore_returned() == len(self), max(timeout, 60.0)):
+            self.stop()
+            raise RuntimeError(
+                f"{OWNER}: {len(self)} shards could not be started; does the cluster have the CPUs and the memory "
+                "of remote_config= for each?"
+            ) from self._lost.reason
 
     def __len__(self) -> int:
         return len(self.handles)
 
-    # --- draws and updates
+    @property
+    def can_draw(self) -> bool:
+        """True if a shard is known to have rows that can be drawn."""
+        return any(any(report.mass) for report in self.reports)
 
-    def exchange(
-        self, wanted: Sequence[ShardRows | None] | None, updates: list[Arrays] | None, *, counts_batch: bool = False
-    ) -> tuple[list[Any], list[int]]:
-        """Send each shard its part of an update and of a draw; see :meth:`ReplayShard.exchange`.
+    # --- calls
 
-        Returns:
-            References to the answers, for :meth:`collect_rows`, and the incarnation that each is meant for.
-        """
-        priority = _largest_of_others([report.largest_priority for report in self.reports])
-        episode = _largest_of_others([report.largest_episode for report in self.reports])
-        answers: list[Any] = []
-        for number, shard in enumerate(self.handles):
-            update, rows = None if updates is None else updates[number], None if wanted is None else wanted[number]
-            call = Exchange(update, rows, priority[number], episode[number], counts_batch)
-            answers.append(None if number in self._waiting else shard.exchange.remote(call.pack()))
-        return answers, [*self.incarnations]
-
-    def collect_rows(self, answers: list[Any], incarnations: list[int]) -> list[Arrays]:
-        """Wait for the answers of :meth:`exchange`, note the reports and return the rows with the numbers of shards."""
-        rows = []
-        for number, answer in enumerate(get_all(self._calls, answers)):
-            # if the incarnation has changed since the request, the loss is already recorded
-            is_known = incarnations[number] == self.incarnations[number]
-            if isinstance(answer, Lost):
-                if is_known:
-                    self._mark_lost(number)
-            elif answer is not None:
-                report, part = answer
-                if is_known:
-                    self._check_incarnation(number, report)
-                if self._accept(number, report) and num_rows(part):
-                    rows.append({**part, SHARD_KEY: np.full(num_rows(part), number)})
-        return rows
-
-    def note(self, reports: Sequence[Report | None]) -> None:
-        """Note the reports that a writer has received."""
-        for number, report in enumerate(reports):
-            if report is not None:
-                self._accept(number, report)
-
-    def _check_incarnation(self, number: int, report: Report) -> None:
-        """Mark a shard as lost if its report is that of a new process."""
-        if report.incarnation != self.incarnations[number]:
-            self._mark_lost(number)
-
-    def _accept(self, number: int, report: Report) -> bool:
-        """Note a report of the known process, if it is newer; return whether it is of that process."""
-        if report.incarnation != self.incarnations[number]:
-            return False
-        # Answers may arrive late: after newer ones, or after the process has ended.
-        if number not in self._waiting and report.number >= self.reports[number].number:
-            self.reports[number] = report
-            self._schedules = report.schedules or self._schedules
-        return True
-
-    def call(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[tuple[Report, Any]]:
-        """Call a method of all shards that are not lost.
+    def send(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> Sent:
+        """Call a method of all shards that are not lost, after those that were started again have been restored.
 
         Args:
             method: its name.
             arguments: maps the number of a shard to the arguments. Default: none.
+        """
+        self._restore_returned()
+        return [
+            (report.process, shard.answer.remote(method, *arguments(number))) if report.process else None
+            for number, (shard, report) in enumerate(zip(self.handles, self.reports, strict=True))
+        ]
+
+    def receive(self, sent: Sent) -> list[Any]:
+        """Wait for the answers, and note reports and losses.
 
         Returns:
-            The report and the result of each.
+            The result of each shard; None for lost shards, and for calls of processes that were lost since.
         """
-        self.restore_lost()
-        calls = [
-            None if number in self._waiting else shard.answer.remote(method, *arguments(number))
-            for number, shard in enumerate(self.handles)
-        ]
-        results = []
-        for number, answer in enumerate(get_all(self._calls, calls)):
-            if isinstance(answer, Lost):
-                self._mark_lost(number)
-            elif answer is not None:
-                self._check_incarnation(number, answer[0])
-                if self._accept(number, answer[0]):
-                    results.append(answer)
+        results: list[Any] = [None] * len(self)
+        answers = get_all(self._calls, [None if call is None else call[1] for call in sent])
+        for number, (call, answer) in enumerate(zip(sent, answers, strict=True)):
+            known = self.reports[number]
+            if call is None or call[0] != known.process:
+                continue
+            if isinstance(answer, Lost) or answer[0].process != known.process:
+                self._lose(number)
+            else:
+                report, results[number] = answer
+                self._note(number, report)
         return results
 
+    def call(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[Any]:
+        """:meth:`send` and :meth:`receive`."""
+        return self.receive(self.send(method, arguments))
+
     def call_all(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[Any]:
-        """Call a method of all shards, and wait for lost ones before; return the results.
+        """Call a method of all shards; return the results.
 
         Raises:
-            RuntimeError: if a shard is still lost after the timeout.
+            RuntimeError: if a shard is lost and not started again before the timeout; the method is not called then. If
+                a shard is lost during the call.
         """
-        for _ in range(_ATTEMPTS):
-            self.wait(num_lost=0)
-            answers = [] if self._waiting else self.call(method, arguments)
-            if len(answers) == len(self):
-                return [result for _, result in answers]
-            if not answers:
-                break
-        lost = min(self._waiting, default=0)
-        raise RuntimeError(f"{OWNER}.{method}: the process of shard {lost} has ended.")
+        self.call("report")
+        self.wait(len(self))
+        results = [] if self._lost.numbers else self.call(method, arguments)
+        if self._lost.numbers:
+            raise RuntimeError(f"{OWNER}.{method}: the process of shard {self._lost.numbers[0]} has ended.")
+        return results
+
+    def exchange(
+        self, wanted: Sequence[ShardRows | None] | None, updates: list[Arrays] | None, *, counts_batch: bool = False
+    ) -> Sent:
+        """Send each shard its part of an update and of a draw; see :meth:`ReplayShard.exchange`."""
+
+        def arguments(number: int) -> tuple[bytes]:
+            others = [report for other, report in enumerate(self.reports) if other != number]
+            call = (
+                None if updates is None else updates[number],
+                None if wanted is None else wanted[number],
+                max((report.largest_priority for report in others), default=0.0),
+                max((report.largest_episode for report in others), default=0),
+                counts_batch,
+            )
+            return (pickle.dumps(call, protocol=5),)
+
+        return self.send("exchange", arguments)
 
     # --- lost shards
 
-    def _mark_lost(self, number: int) -> None:
+    def _note(self, number: int, report: Report) -> None:
+        self.reports[number] = report
+        self._schedules = report.schedules or self._schedules
+
+    def _lose(self, number: int) -> None:
         """Note that the process of a shard has ended."""
-        if number in self._waiting:
-            return
-        last, self.reports[number] = self.reports[number], Report(0)
+        last, self.reports[number] = self.reports[number], Report()
+        self._ended[number] = last.process
         self.lost_shards += 1
-        # `last.lost` rows were counted by the process that has ended
-        self.lost_rows += last.length + last.lost
-        # answered when Ray has started the process again
-        self._waiting[number] = self.handles[number].report.remote()
+        self.lost_rows += last.length
+        self._lost.add(number)
         self._on_loss(
             f"the process of shard {number} of the replay buffer has ended (killed, or out of memory?); its "
             f"{last.length} transitions, as of its last report, are gone"
         )
 
-    def restore_lost(self) -> None:
-        """Restore the shards whose processes were started again from the last checkpoint, if there is one."""
-        for number, question in list(self._waiting.items()):
-            if not self._calls.is_answered(question):
-                continue
+    def _restore_returned(self) -> int:
+        """Restore the shards whose processes were started again; return the number of shards that are not lost."""
+        for number, report in self._lost.returned().items():
             try:
-                report = self._calls.get(question)
-                if report.incarnation != self.incarnations[number]:
-                    report = self._restore(number, report)
-                self._adopt(number, report)
+                # not at the start, and not if the process was only out of reach
+                is_new = self._ended[number] not in (0, report.process)
+                self._note(number, self._restore(number, report) if is_new else report)
             except Lost:
-                self._waiting[number] = self.handles[number].report.remote()
+                self._lost.add(number)
+        return len(self) - len(self._lost.numbers)
 
     def _restore(self, number: int, report: Report) -> Report:
-        """Restore a shard, which has made this report; return its next report."""
-        shard = self.handles[number]
+        """Restore a shard from the last checkpoint, if there is one; return its newest report."""
+        answer = self.handles[number].answer
         try:
-            source = self._source(number)
-            if source is not None:
-                self._calls.get(shard.stage.remote(source))
-                # writers may have found the new process first
-                report, _ = self._calls.get(shard.answer.remote("restore", True))
+            if (source := self._source(number)) is not None:
+                # writers may have written to the new process already
+                report, _ = self._calls.get(answer.remote("restore", source, True))
         except Lost:
             raise
         except Exception as error:
             self._on_loss(f"shard {number} could not be restored and goes on empty: {error}")
         if self._schedules:
-            report, _ = self._calls.get(shard.answer.remote("load_schedules", self._schedules))
+            report, _ = self._calls.get(answer.remote("load_schedules", self._schedules))
         return report
 
-    def _source(self, number: int) -> dict[str, Any] | str | None:
-        """The content for a shard that was started again, for :meth:`ReplayShard.stage`; None if there is none."""
-        if self._restored is not None:
-            return self._restored(number)
-        return None if self._checkpoint is None else str(newest(self._checkpoint) / f"shard{number}.pt")
+    def _saved(self, number: int) -> str | None:
+        """The file of a shard in the last checkpoint; None without one."""
+        return None if self._checkpoint is None else file_of(self._checkpoint, number)
 
-    def wait(self, *, num_lost: int) -> None:
-        """Wait until at most ``num_lost`` shards are lost, or the timeout is over."""
-        deadline = time.monotonic() + self._timeout
-        self.restore_lost()
-        while len(self._waiting) > num_lost and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self.restore_lost()
+    def wait(self, num_shards: int) -> None:
+        """Wait until ``num_shards`` shards are not lost, or the timeout is over."""
+        wait_until(lambda: self._restore_returned() >= num_shards, self._timeout)
+
+    # --- content
 
     def load(self, sources: Sequence[dict[str, Any] | str]) -> None:
-        """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.stage`.
+        """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.restore`.
 
         Raises:
             ValueError: if there is another number of sources than of shards; nothing is changed then.
-            RuntimeError: if a shard is lost; nothing is changed then, unless it is lost just now.
+            RuntimeError: see :meth:`call_all`.
         """
         if len(sources) != len(self):
             raise ValueError(
                 f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self)}; use "
                 f"num_shards={len(sources)}."
             )
-        self.call_all("stage", lambda number: (sources[number],))
+        self.call_all("restore", lambda number: (sources[number], False))
         self._checkpoint = None
-        # the first one alone: a state that does not fit is refused before any other shard is changed
-        self._renew("restore", range(1))
-        self._renew("restore", range(1, len(self)))
 
     def empty(self) -> None:
-        """Remove all transitions. RuntimeError if a shard is lost."""
-        self.call_all("report")
+        """Remove all transitions. RuntimeError: see :meth:`call_all`."""
+        self.call_all("empty")
         self._checkpoint = None
-        self._renew("empty", range(len(self)))
-
-    def _renew(self, method: str, numbers: Sequence[int]) -> None:
-        """Call a method that begins new incarnations of shards. Errors are raised after all answers were noted."""
-        errors = []
-        for number, answer in [(number, self.handles[number].answer.remote(method)) for number in numbers]:
-            try:
-                self._adopt(number, self._calls.get(answer)[0])
-            except Lost:
-                self._mark_lost(number)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    # --- checkpoints
 
     def dumps(self, path: Path) -> None:
         """See :meth:`ShardedReplayBuffer.dumps`."""
         path.mkdir(parents=True, exist_ok=True)
-        before = [entry for entry in path.iterdir() if entry.is_dir() and entry.name.isdigit()]
+        before = [*path.glob("[0-9]*")]
         new = path / str(1 + max((int(entry.name) for entry in before), default=0))
         new.mkdir()
-        try:
-            self.call_all("dumps", lambda number: (str(new / f"shard{number}.pt"),))
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-        marker = path / f"{_MARKER}.new"
-        marker.write_text(json.dumps({"directory": new.name, "shards": len(self)}))
-        os.replace(marker, path / _MARKER)
-        self._checkpoint = path
+        self.call_all("dumps", lambda number: (file_of(new, number),))
+        (new / _COMPLETE).touch()
+        self._checkpoint = new
         for entry in before:
             shutil.rmtree(entry, ignore_errors=True)
 
     def loads(self, path: Path) -> None:
         """See :meth:`ShardedReplayBuffer.loads`."""
-        directory = newest(path)
-        shards = json.loads((path / _MARKER).read_text())["shards"]
-        self.load([str(directory / f"shard{number}.pt") for number in range(shards)])
-        self._checkpoint = path
+        complete = [mark.parent for mark in path.glob(f"[0-9]*/{_COMPLETE}")]
+        if not complete:
+            raise FileNotFoundError(f"{path} has no complete checkpoint of a {OWNER}.")
+        newest = max(complete, key=lambda directory: int(directory.name))
+        self.load([file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))])
+        self._checkpoint = newest
 
     def stop(self) -> None:
         """End all shards."""
@@ -313,18 +241,6 @@ class ShardGroup:
             self._calls.stop(shard)
 
 
-def _largest_of_others(values: list[Any]) -> list[Any]:
-    """For each value, the largest of the others; 0 if there is none."""
-    if len(values) == 1:
-        return [0]
-    first = max(range(len(values)), key=values.__getitem__)
-    second = max(value for number, value in enumerate(values) if number != first)
-    return [second if number == first else values[first] for number in range(len(values))]
-
-
-def newest(path: Path) -> Path:
-    """The directory of the newest complete checkpoint under ``path``."""
-    try:
-        return path / json.loads((path / _MARKER).read_text())["directory"]
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} has no complete checkpoint of a {OWNER}.") from None
+def file_of(checkpoint: Path, number: int) -> str:
+    """The file of a shard in a checkpoint."""
+    return str(checkpoint / f"shard{number}.pt")

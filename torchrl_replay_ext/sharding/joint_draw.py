@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchrl_replay_ext.distributions.protocol import Distribution, ShardRows, Sums
-from torchrl_replay_ext.sharding.arrays import Arrays, num_rows, split, take
+from torchrl_replay_ext.sharding.arrays import DENSITY, Arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.shard import Report
 
 # more proposals than needed on average, so that a second round is rare
@@ -22,10 +22,12 @@ class Division(NamedTuple):
     Args:
         rows: the rows to draw in each shard; None for shards without rows.
         probability: probability that a row of each table lies in each shard, float64 [shards, tables].
+        num_rows: number of rows or proposals.
     """
 
     rows: list[ShardRows | None]
     probability: np.ndarray
+    num_rows: int
 
 
 class JointDraw:
@@ -45,93 +47,87 @@ class JointDraw:
         # running mean of the share of proposals that are accepted
         self._acceptance = 1.0
 
-    def proposals(self, rows: int) -> int:
-        """Number of proposals to draw for ``rows`` rows."""
-        if self._distribution is None or not self._distribution.rejects:
-            return rows
-        return int(rows / self._acceptance * _SPARE_SHARE) + _SPARE
-
-    def update_acceptance(self, proposed: int, accepted: int) -> None:
-        """Update the running mean by the numbers of proposed and of accepted rows of a round."""
-        if self._distribution is not None and self._distribution.rejects and proposed:
-            self._acceptance += 0.1 * (max(accepted, 1) / proposed - self._acceptance)
+    def count(self, division: Division, found: int) -> None:
+        """Count the rows that were found by a division."""
+        self._acceptance += 0.1 * (max(found, 1) / division.num_rows - self._acceptance)
 
     def divide(
         self, reports: Sequence[Report], rows: int, batch_size: int, generator: torch.Generator | None
     ) -> Division | None:
-        """Divide a draw of ``rows`` rows or proposals; None if nothing can be drawn.
+        """Divide a draw; None if nothing can be drawn.
 
         Args:
             reports: the newest report of each shard.
-            rows: number of rows or proposals.
+            rows: number of rows. If some are rejected, more are proposed.
             batch_size: number of rows of the whole batch.
             generator: source of randomness; None: the global generator.
         """
+        if self._distribution is not None and self._distribution.rejects:
+            rows = int(rows / self._acceptance * _SPARE_SHARE) + _SPARE
         tables = max(len(report.mass) for report in reports)
-        mass = np.array([report.mass if len(report.mass) == tables else (0.0,) * tables for report in reports])
+        mass = np.zeros((len(reports), tables))
+        for number, report in enumerate(reports):
+            mass[number, : len(report.mass)] = report.mass
         total = mass.sum(0)
         if not total.any():
             return None
         counts = [report.count for report in reports if report.count is not None]
-        eta = next((report.eta for report in reports if report.eta is not None), None)
-        everywhere = Sums(
-            torch.from_numpy(total),
-            None,
-            torch.tensor(counts).sum(0) if counts else None,
-            None if eta is None else torch.tensor(eta, dtype=torch.float64),
-        )
+        count = np.sum(counts, axis=0) if counts else None
+        eta = next((np.array(report.eta) for report in reports if report.eta is not None), None)
         if self._distribution is None:
-            table, eta = torch.zeros(rows, dtype=torch.int64), torch.ones(1)
-            u = torch.rand(rows, dtype=torch.float64, generator=generator)
+            table, eta = np.zeros(rows, dtype=np.int64), np.ones(1)
+            u = torch.rand(rows, dtype=torch.float64, generator=generator).numpy()
         else:
-            table, u, eta = self._distribution.plan(everywhere, rows, batch_size, generator)
-        table, u, eta = table.numpy(), u.numpy(), eta.numpy()
+            parts: list[Any] = [None if part is None else torch.from_numpy(part) for part in (count, eta)]
+            everywhere = Sums(torch.from_numpy(total), None, *parts)
+            plan = self._distribution.plan(everywhere, rows, batch_size, generator)
+            table, u, eta = (part.numpy() for part in plan)
         probability = mass / np.where(total > 0, total, 1.0)
         ends = probability.cumsum(0)
         # the last shard with mass also gets what rounding leaves above the end
-        place = (u >= ends[:, table]).sum(0)
         last = len(reports) - 1 - (mass[::-1] > 0).argmax(0)
-        place = np.minimum(place, last[table])
+        place = np.minimum((u >= ends[:, table]).sum(0), last[table])
         inside = (u - (ends - probability)[place, table]) / probability[place, table]
         inside = inside.clip(0.0, np.nextafter(1.0, 0.0))
-        count = None if everywhere.count is None else everywhere.count.tolist()
         divided: list[ShardRows | None] = []
-        for number, rows_of_shard in enumerate(split({"u": inside, "table": table}, place, len(reports))):
-            # arrays and lists instead of tensors, for transfer to the shard
-            row_tables = rows_of_shard["table"] if tables > 1 else None
-            parts: list[Any] = [rows_of_shard["u"], row_tables, probability[number].tolist(), eta.tolist(), count]
-            divided.append(ShardRows(*parts) if len(parts[0]) else None)
-        return Division(divided, probability)
+        for in_shard, part in zip(probability, split({"u": inside, "table": table}, place, len(reports)), strict=True):
+            # arrays instead of tensors, for transfer to the shard
+            wanted: list[Any] = [part["u"], part["table"] if tables > 1 else None, in_shard, eta, count]
+            divided.append(ShardRows(*wanted) if len(part["u"]) else None)
+        return Division(divided, probability, rows)
 
-    def smallest(self, probability: np.ndarray, reports: Sequence[Report]) -> float | None:
-        """The smallest probability of a stored transition in a draw; None if weights are normalised over the batch.
+    def add_weights(self, batch: Arrays, division: Division, reports: Sequence[Report]) -> None:
+        """Replace the probabilities of rows, if the sampler gives them, by weights (probability / smallest)^−β <= 1.
 
         Args:
-            probability: see :class:`Division`.
+            batch: the rows.
+            division: how they were divided.
+            reports: the reports after the draw.
+        """
+        density, betas = batch.pop(DENSITY, None), [report.beta for report in reports if report.beta is not None]
+        if density is not None and betas:
+            smallest = self._smallest(division.probability[:, 0], reports)
+            least = density.min() if smallest is None else smallest
+            batch["priority_weight"] = np.minimum((density / least) ** -betas[0], 1.0).astype(np.float32)
+
+    def _smallest(self, probability: np.ndarray, reports: Sequence[Report]) -> float | None:
+        """The smallest probability of a stored transition; None if weights are normalised over the batch.
+
+        Args:
+            probability: that a row lies in each shard, float64 [shards].
             reports: the reports after the draw.
         """
         scaled = []
-        for in_shard, report in zip(probability[:, 0], reports, strict=True):
-            if report.incarnation and report.mass[0] > 0 and in_shard > 0:
+        for in_shard, report in zip(probability, reports, strict=True):
+            if report.mass[0] > 0 and in_shard > 0:
                 if report.smallest is None:
                     return None
                 scaled.append(report.smallest * in_shard / report.mass[0])
         return min(scaled, default=None)
 
 
-def weights(density: np.ndarray, beta: float, smallest: float | None) -> np.ndarray:
-    """Importance-sampling weights (density / smallest)^−β, at most 1; float32 [n].
-
-    Args:
-        density: probability of each row, float64 [n].
-        beta: the exponent.
-        smallest: the smallest probability. None: that of the batch.
-    """
-    least = density.min() if smallest is None else smallest
-    return np.minimum((density / least) ** -beta, 1.0).astype(np.float32)
-
-
-def choose(rows: Arrays, wanted: int, unit: int, generator: torch.Generator | None) -> Arrays:
+def choose(parts: list[Arrays], wanted: int, unit: int, generator: torch.Generator | None) -> Arrays:
     """``wanted`` units of ``unit`` rows, chosen at random, in random order; all of them if there are not more."""
+    rows = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     kept = torch.randperm(num_rows(rows) // unit, generator=generator)[:wanted].numpy()
     return take(rows, (kept[:, None] * unit + np.arange(unit)).reshape(-1))

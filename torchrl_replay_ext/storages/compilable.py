@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
-from torchrl_replay_ext._torchrl import map_tensors, set_columns, stored_columns, stored_data
+from torchrl_replay_ext._torchrl import map_tensors, set_columns, stored_columns, stored_data, take_rows
 from torchrl_replay_ext.compilation import (
     gather_in_bounds,
     is_traced,
@@ -173,8 +173,11 @@ class CompilableTensorStorage(LazyTensorStorage):
         return data[(first + steps * (first < 0), *rest)]
 
     def take(self, index: Tensor) -> TensorDictBase:
-        """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts."""
-        return map_tensors(stored_data(self), lambda column: gather_in_bounds(column, index), index.shape)
+        """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts.
+
+        A :class:`~torchrl_replay_ext.CompilableReplayBuffer` without transforms reads its batches by it.
+        """
+        return take_rows(stored_data(self), index)
 
     def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
         """Like :meth:`take`, for the entries ``keys`` only and an index on any device."""

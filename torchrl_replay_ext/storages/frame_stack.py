@@ -168,9 +168,9 @@ class FrameStackStorage(CompilableTensorStorage):
             except ValueError as error:
                 raise ValueError(f"{_OWNER}: {error}") from error
         for part in parts:
-            self._write(cursor[part], data[part], set_cursor=set_cursor, is_checked=True)
+            self._write(cursor[part], data[part], set_cursor=set_cursor)
 
-    def _write(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool, is_checked: bool = False) -> None:
+    def _write(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool) -> None:
         """Write at most 1,024 rows; in a graph, any number."""
         before, after = self._stacks(data)
         rest = data.exclude(*self._frame_keys)
@@ -186,9 +186,9 @@ class FrameStackStorage(CompilableTensorStorage):
         if trajectory is not None:
             trajectory = trajectory.reshape(-1).to(device, torch.int64)
         try:
-            pool.write(slots, before, after, trajectory, is_checked=is_checked)
-        except (RuntimeError, ValueError) as error:
-            raise type(error)(f"{_OWNER}: {error}") from error
+            pool.write(slots, before, after, trajectory)
+        except RuntimeError as error:
+            raise RuntimeError(f"{_OWNER}: {error}") from error
         super().set(cursor, rest, set_cursor=set_cursor)
 
     def _rows(self, cursor: Any, data: Any) -> tuple[Tensor, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext._torchrl import (
+    entries_of,
     has_size,
     length,
     rows_of_ring,
@@ -25,17 +26,34 @@ from torchrl_replay_ext._torchrl import (
 )
 from torchrl_replay_ext.arguments import require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.event_tables import STATE, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import (
+    NEXT_SLOT,
+    RESETS,
+    STATE,
+    STORAGE_ATTRIBUTE,
+    WRITTEN,
+    EventTables,
+    OpenEpisodes,
+    Rows,
+)
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.slot_index import row_major
-from torchrl_replay_ext.writers.columns import column_of, holds_integers, on_cpu
-from torchrl_replay_ext.writers.open_episodes import OpenEpisodes, Rows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
 _NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
 _TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+
+
+def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
+    """``columns`` of n bools or integers as arrays [n]. A copy from an accelerator waits: make only one."""
+    remote = [column for column in columns if not column.is_cpu]
+    if remote:
+        device = remote[0].device
+        wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
+        columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
+    return [column.detach().numpy().reshape(-1) for column in columns]
 
 
 class EventTableWriter(CompilableWriter):
@@ -109,11 +127,14 @@ class EventTableWriter(CompilableWriter):
         super().__init__()
         self._tables = tables
         self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
+        self._keys = [done_key, init_key] if stream_key is None else [done_key, init_key, stream_key]
+        self._has_context = any(spec.context for spec in tables.specs)
         self._episodes = OpenEpisodes(tables)
         # num_resets of the tables at the time when the episodes were valid
         self._resets = 0
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
+        self._pinned = tables.retention == "pinned"
         # True during add()
         self._adds = False
 
@@ -121,10 +142,6 @@ class EventTableWriter(CompilableWriter):
     def tables(self) -> EventTables:
         """The tables that the writer fills."""
         return self._tables
-
-    @property
-    def _pinned(self) -> bool:
-        return self._tables.retention == "pinned"
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the buffer. Stores the tables at the storage, where the sampler finds them."""
@@ -184,15 +201,11 @@ class EventTableWriter(CompilableWriter):
         if not data.shape[0]:
             raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
-        self._claim_tables()
-        self._allocate(data)
-        if self._resets != self._tables.num_resets:
-            # another process has reset the tables
-            self._forget()
+        self._prepare(data)
         steps, is_flat = data.shape[0], data.ndim == 1
         width = data.numel() // steps
         rows = self._read(data if is_flat else data.reshape(-1), width)
-        piece = self._tables.capacity_of(0) if self._pinned else rows_of_ring(storage, data)
+        piece = self._tables.capacity_of(0) if self._pinned else self._tables.num_slots // width
         if piece >= steps:
             return self._write(data, rows)
         written = []
@@ -208,15 +221,25 @@ class EventTableWriter(CompilableWriter):
         # TorchRL updates the priority of an added row with a number as the index
         super()._mark_update_entities(index[0] if self._adds else index)
 
-    def _claim_tables(self) -> None:
-        """Raise ValueError if another writer of this process has filled the tables, else note that this one does."""
+    def _prepare(self, data: Any) -> None:
+        """Allocate the tables at the first write. ValueError if another writer of this process has filled them."""
         tables = self._tables
         last = None if tables.writer is None else tables.writer()
-        if last is self:
-            return
-        if last is not None and tables.num_written:
-            raise ValueError(_TWO_STORAGES)
-        tables.writer = weakref.ref(self)
+        if last is not self:
+            if last is not None and tables.num_written:
+                raise ValueError(_TWO_STORAGES)
+            tables.writer = weakref.ref(self)
+        stored = stored_data(self._storage)
+        if stored is None or stored is not self._sized_by:
+            known = shape_and_device(self._storage)
+            if known is None:
+                steps = rows_of_ring(self._storage, data)
+                known = (steps, *data.shape[1:]), self._device(data)
+            tables.allocate(int(np.prod(known[0])), known[1])
+            self._sized_by = stored
+        if self._resets != tables.counters()[RESETS]:
+            # another process has reset the tables
+            self._forget()
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
@@ -236,36 +259,47 @@ class EventTableWriter(CompilableWriter):
 
     def _read(self, data: TensorDictBase, width: int) -> Rows:
         """The rows of ``data`` [n], and where events occur in them."""
-        count, specs = data.shape[0], self._tables.specs
-        ends = column_of(data, self._done_key, required=True)
-        begins = column_of(data, self._init_key, required=False)
-        trajectory = None
-        if self._stream_key is not None:
-            trajectory = column_of(data, self._stream_key, required=self._stream_key != _TRAJECTORY)
-        if trajectory is not None and not holds_integers(trajectory):
+        count, specs, is_flat = data.shape[0], self._tables.specs, self._storage.ndim == 1
+        found = entries_of(data, self._keys)
+        for key, column in zip(self._keys, found, strict=True):
+            if column is None:
+                if key in (self._init_key, _TRAJECTORY):
+                    continue
+                raise KeyError(
+                    f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
+                    "argument, or let the environment or collector write it."
+                )
+            if column.numel() != count:
+                raise ValueError(
+                    f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
+                    "one value per transition is needed."
+                )
+        ends: Any
+        ends, begins, trajectory = *found, *[None] * (3 - len(found))
+        if trajectory is not None and (trajectory.is_floating_point() or trajectory.dtype == torch.bool):
             raise TypeError(
                 f"EventTableWriter: the entry {self._stream_key!r} must hold integers, not {trajectory.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
-        assert ends is not None
-        columns: dict[str | int, Tensor] = {"ends": ends.to(torch.bool)}
+        columns = [spec.occurs(data) for spec in specs if not spec.context]
+        columns.append(ends.to(torch.bool))
         if begins is not None:
-            columns["begins"] = begins.to(torch.bool)
+            columns.append(begins.to(torch.bool))
         if trajectory is not None:
-            columns["trajectory"] = trajectory
-        columns |= {number: spec.occurs(data).detach() for number, spec in enumerate(specs) if not spec.context}
-        values = on_cpu(columns)
-        ids = values["trajectory"].astype(np.int64, copy=False) if "trajectory" in values else _NO_IDS
+            columns.append(trajectory)
+        values = _on_cpu(columns)
+        ids = _NO_IDS if trajectory is None else values.pop().astype(np.int64, copy=False)
+        marks = _NO_MARKS if begins is None else values.pop()
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
-                occurred[:, number] = values[number]
-        if self._storage.ndim > 1:
-            stream = np.arange(count) % width
-        else:
+                occurred[:, number] = values.pop(0)
+        if is_flat:
             stream, ids = ids if len(ids) else np.full(count, -1), _NO_IDS
-        rows = Rows(stream, ids, values["ends"], values.get("begins", _NO_MARKS), occurred)
-        if any(spec.context for spec in specs):
+        else:
+            stream = np.arange(count) % width
+        rows = Rows(stream, ids, values[0], marks, occurred)
+        if self._has_context:
             self._detect_with_context(data, rows)
         return rows
 
@@ -310,8 +344,8 @@ class EventTableWriter(CompilableWriter):
     def _write(self, data: Any, rows: Rows) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
         tables, storage, write = self._tables, self._storage, self._write_pinned if self._pinned else self._write_ring
-        slots = np.full(len(rows.stream), -1)
-        written, size, length_before = tables.num_written, tables.size(0), length_now(storage)
+        slots, length_before = np.full(len(rows.stream), -1), length_now(storage)
+        written, size = int(tables.counters()[WRITTEN]), int(tables.arrays()[4][0])
         cursor, write_count = self.cursor_value.item(), self._write_count_value.item()
         try:
             return write(data, rows, slots)
@@ -334,11 +368,11 @@ class EventTableWriter(CompilableWriter):
             raise
 
     def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
-        tables, count = self._tables, len(slots)
+        tables, count, counters = self._tables, len(slots), self._tables.counters()
         first = int(self.cursor_value.item()) * (count // len(data))
-        if not tables.num_written:
+        if not counters[WRITTEN]:
             tables.adopt(length(self._storage), first)
-        if tables.skip_to(first):
+        if counters[NEXT_SLOT] != first and tables.skip_to(first):
             self._episodes.clear()
         slots[:] = np.arange(first, first + count)
         if first + count > tables.num_slots:
@@ -364,17 +398,6 @@ class EventTableWriter(CompilableWriter):
     def _device(self, data: TensorDictBase) -> torch.device:
         device = getattr(self._storage, "device", "auto")
         return torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
-
-    def _allocate(self, data: Any) -> None:
-        stored = stored_data(self._storage)
-        if stored is not None and stored is self._sized_by:
-            return
-        known = shape_and_device(self._storage)
-        if known is None:
-            steps = rows_of_ring(self._storage, data)
-            known = (steps, *data.shape[1:]), self._device(data)
-        self._tables.allocate(int(np.prod(known[0])), known[1])
-        self._sized_by = stored
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)

@@ -1,22 +1,18 @@
 """The configuration of recipes.acer."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from recipes.common.config import LearningConfig, RunConfig
+from recipes.common.config import EVENT_TABLES, LearningConfig, RunConfig
 
 # Estimates of the return: those with a critic Q, and the one without, for continuous actions only.
 WITH_Q = ("retrace", "importance_sampling")
 RETURNS = (*WITH_Q, "truncated_importance_sampling")
 # Statistics of a discrete policy that the trust region can use.
 STATISTICS = ("probs", "logits", "log_probs")
-# Fields that apply to one kind of actions only.
-FOR_DISCRETE = ("statistics",)
-FOR_CONTINUOUS = ("sigma", "num_samples", "value_coeff", "use_q_opc", "dueling")
 
 
 @dataclass
@@ -55,7 +51,7 @@ class ACERConfig(LearningConfig):
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
-    group = "acer"
+    prefix = "acer."
 
     slice_len: int = MISSING
     learning_rate: float = MISSING
@@ -93,24 +89,10 @@ class ACERConfig(LearningConfig):
             lambda value: value % self.slice_len == 0,
             f"must be a multiple of acer.slice_len={self.slice_len}",
         )
-        self.check("statistics", lambda value: value in STATISTICS, f"must be one of {', '.join(STATISTICS)}")
-        self.check("returns", lambda value: value in RETURNS, f"choose {', '.join(RETURNS)}")
+        self.choose("statistics", STATISTICS)
+        self.choose("returns", RETURNS)
         self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
-        if not self.on_policy and not self.replay_ratio:
-            raise ValueError("acer.replay_ratio=0: makes no updates with acer.on_policy=false; set one of them")
-
-    def check_actions(self, given: Collection[str], *, discrete: bool) -> None:
-        """Raise ValueError if settings do not apply to the actions of the environment.
-
-        Args:
-            given: names of the fields that the command line sets. Files may set fields without effect.
-            discrete: whether the actions are discrete.
-        """
-        kind, others = ("discrete", FOR_CONTINUOUS) if discrete else ("continuous", FOR_DISCRETE)
-        if wrong := [name for name in others if name in given]:
-            raise ValueError(f"acer.{wrong[0]}: has no effect on {kind} actions; leave it out")
-        if discrete:
-            self.check("returns", lambda value: value in WITH_Q, f"actions are discrete; choose {', '.join(WITH_Q)}")
+        self.check("replay_ratio", lambda value: value or self.on_policy, "makes no updates with acer.on_policy=false")
 
     def num_updates(self) -> int:
         """Expected number of gradient updates in a whole run."""
@@ -125,12 +107,14 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         # before that of num_envs, which would advise another interval
-        if self.acer.train_interval != self.num_envs * self.acer.slice_len:
-            raise ValueError(
-                f"acer.train_interval={self.acer.train_interval}: must be num_envs · acer.slice_len = "
-                f"{self.num_envs * self.acer.slice_len}"
-            )
+        steps = self.num_envs * self.acer.slice_len
+        self.acer.check("train_interval", lambda value: value == steps, f"must be num_envs · acer.slice_len = {steps}")
         super().__post_init__()
+
+        if self.sampler["name"] in EVENT_TABLES and self.sampler.get("retention", "pinned") == "pinned":
+            raise ValueError(
+                "sampler.retention=pinned: recipes.acer draws slices, so transitions must stay in their order; use ring"
+            )
 
     @property
     def learning(self) -> ACERConfig:

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from recipes.common.config import RunConfig
-from recipes.common.schemas.dqn import DQNConfig
+from recipes.common.schemas.dqn import WITH_LAP, DQNConfig
 
 
 @dataclass
 class Config(RunConfig):
     """The configuration in conf/distributed.yaml."""
+
+    samplers = WITH_LAP
 
     dqn: DQNConfig = MISSING
     address: str | None = MISSING
@@ -20,22 +22,15 @@ class Config(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_collectors < 1:
-            raise ValueError(f"num_collectors={self.num_collectors}: must be >= 1")
-        if self.num_shards < 1:
-            raise ValueError(f"num_shards={self.num_shards}: must be >= 1")
-        if self.dqn.buffer_size % self.num_shards:
-            raise ValueError(f"num_shards={self.num_shards}: must divide dqn.buffer_size={self.dqn.buffer_size}")
-        if not 0 <= self.prefetch <= 16:
-            raise ValueError(f"prefetch={self.prefetch}: must be in [0, 16]")
-        if self.compile:
-            raise ValueError("compile=true: the buffer is in another process; use recipes.dqn")
+        self.check("num_collectors num_shards", lambda value: value >= 1, "must be >= 1")
+        self.check_divides("num_shards", "buffer_size")
+        self.check("prefetch", lambda value: 0 <= value <= 16, "must be in [0, 16]")
+        way = "recipes.distributed does not support it; use recipes.dqn"
+        self.check("compile", lambda value: not value, way)
         if self.env.atari is not None:
-            raise ValueError(f"env={self.env.name}: recipes.distributed does not support Atari games; use recipes.dqn")
-        if self.dqn.n_step > 1:
-            raise ValueError(f"dqn.n_step={self.dqn.n_step}: recipes.distributed does not support it; use recipes.dqn")
-        if self.dqn.cagrad is not None:
-            raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: recipes.distributed does not support it; use recipes.dqn")
+            raise ValueError(f"env={self.env.name}: {way}")
+        self.dqn.check("n_step", lambda value: value == 1, way)
+        self.dqn.check("cagrad", lambda value: value is None, way)
 
     @property
     def learning(self) -> DQNConfig:

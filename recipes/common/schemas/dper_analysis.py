@@ -5,12 +5,12 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from recipes.common.cli import CHECKPOINT, CONFIG
-from recipes.common.signatures import LIBRARY, arguments
+from recipes.common.checked import Checked
+from recipes.common.files import CHECKPOINT, CONFIG
 
 
 @dataclass
-class Config:
+class Config(Checked):
     """The configuration in conf/dper_analysis.yaml."""
 
     run: str | None = None
@@ -23,21 +23,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for key, least in (("draws", 2), ("seed", 0), ("num_threads", 1)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)}: must be >= {least}")
-        for key in ("num_candidates", "granularity"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: must have at least one element")
-        choices = arguments(LIBRARY, "DecoupledSampler")["granularity"].choices
-        for granularity in self.granularity:
-            if granularity not in choices:
-                raise ValueError(f"granularity={granularity}: choose {', '.join(choices)}")
+            self.check(key, lambda value, least=least: value >= least, f"must be >= {least}")
+        self.check("num_candidates granularity", lambda value: value, "must have at least one element")
+        known = ("batch", "group", "transition")
+        self.check("granularity", lambda value: set(value) <= {*known}, f"choose {', '.join(known)}")
         if self.read is not None:
-            if not Path(self.read).is_file():
-                raise ValueError(f"read={self.read}: no such file")
+            self.check("read", lambda value: Path(value).is_file(), "no such file")
             return
-        if self.run is None:
-            raise ValueError("run=null: pass the directory of a run of recipes.td3")
         for name in (CONFIG, CHECKPOINT):
-            if not (Path(self.run) / name).is_file():
-                raise ValueError(f"run={self.run}: no {name} there; pass the directory of a run of recipes.td3")
+            self.check(
+                "run",
+                lambda value, name=name: value is not None and (Path(value) / name).is_file(),
+                f"no {name} there; pass the directory of a run of recipes.td3",
+            )

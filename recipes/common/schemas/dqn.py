@@ -7,6 +7,9 @@ from omegaconf import MISSING
 
 from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, FixedRoundsRunConfig, ends
 
+WITH_LAP = (*FixedRoundsRunConfig.samplers, "lap")
+MOST_GRADIENTS = 12  # that CAGrad combines; the cost doubles with each
+
 
 @dataclass
 class EpsilonGreedyConfig(FixedRoundsConfig):
@@ -39,11 +42,12 @@ class EpsilonGreedyConfig(FixedRoundsConfig):
         self.check("learning_rate", lambda value: value > 0, "must be > 0")
         self.check("max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
         self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.check("loss_function", lambda value: value in ("smooth_l1", "l2"), "choose smooth_l1, l2")
+        self.choose("loss_function", ("smooth_l1", "l2"))
         shares = "exploration_fraction initial_epsilon final_epsilon evaluation_epsilon"
         self.check(shares, lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        prefix = f"{self.group}.initial_epsilon"
-        self.check("final_epsilon", lambda value: value <= self.initial_epsilon, f"must be <= {prefix}")
+        self.check(
+            "final_epsilon", lambda value: value <= self.initial_epsilon, f"must be <= {self.prefix}initial_epsilon"
+        )
 
     def epsilon(self, step: int) -> float:
         """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
@@ -70,7 +74,7 @@ class DQNConfig(EpsilonGreedyConfig):
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
-    group = "dqn"
+    prefix = "dqn."
 
     target_update_interval: int | None = MISSING
     cagrad: Any = MISSING
@@ -80,8 +84,8 @@ class DQNConfig(EpsilonGreedyConfig):
         super().__post_init__()
         self.check("target_update_interval", lambda value: value is None or value > 0, "must be > 0")
         if self.cagrad is not None:
-            in_range = all(0 <= value < 1 for value in ends("dqn.cagrad", self.cagrad))
-            self.check("cagrad", lambda _: in_range, "must be in [0, 1)")
+            valid = all(0 <= end < 1 for end in ends("dqn.cagrad", self.cagrad))
+            self.check("cagrad", lambda _: valid, "must be in [0, 1)")
         interval = self.target_update_interval
         self.check(
             "tau",
@@ -104,17 +108,16 @@ class DQNConfig(EpsilonGreedyConfig):
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/dqn.yaml."""
 
+    samplers = WITH_LAP
+
     dqn: DQNConfig = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dqn.cagrad is not None:
-            if self.sampler["name"] not in EVENT_TABLES:
-                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: needs event tables; use sampler=sset or sset_per")
-            from recipes.common.cagrad import MOST_GRADIENTS  # imported late: it imports torch
-
-            if len(self.env.events) >= MOST_GRADIENTS:
-                raise ValueError(f"dqn.cagrad={self.dqn.cagrad}: supports at most {MOST_GRADIENTS - 1} events")
+        has_tables = self.sampler["name"] in EVENT_TABLES
+        self.dqn.check("cagrad", lambda value: value is None or has_tables, "needs sampler=sset or sset_per")
+        few = len(self.env.events) < MOST_GRADIENTS
+        self.dqn.check("cagrad", lambda value: value is None or few, f"supports at most {MOST_GRADIENTS - 1} events")
 
     @property
     def learning(self) -> DQNConfig:

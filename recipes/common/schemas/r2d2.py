@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import FixedRoundsRunConfig
-from recipes.common.hints import unsupported_sampler
+from recipes.common.config import PLAIN, FixedRoundsRunConfig
 from recipes.common.schemas.dqn import EpsilonGreedyConfig
 
 
@@ -24,7 +23,7 @@ class R2D2Config(EpsilonGreedyConfig):
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
-    group = "r2d2"
+    prefix = "r2d2."
 
     burn_in: int = MISSING
     sequence_length: int = MISSING
@@ -45,15 +44,13 @@ class R2D2Config(EpsilonGreedyConfig):
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/r2d2.yaml."""
 
+    samplers = PLAIN  # event tables need a flat buffer
+
     r2d2: R2D2Config = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unsupported := unsupported_sampler(self.sampler["name"], "r2d2"):
-            raise ValueError(unsupported)
-        size = self.r2d2.buffer_size
-        if size % self.num_envs:
-            raise ValueError(f"r2d2.buffer_size={size}: must be a multiple of num_envs={self.num_envs}")
+        self.check_divides("num_envs", "buffer_size")
 
     @property
     def learning(self) -> R2D2Config:

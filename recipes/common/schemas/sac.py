@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import FixedRoundsConfig, FixedRoundsRunConfig
+from recipes.common.config import DECOUPLED, FixedRoundsConfig, FixedRoundsRunConfig
 
 
 @dataclass
@@ -20,7 +20,7 @@ class SACConfig(FixedRoundsConfig):
         tau: share of the critics that is blended into their targets at each update, in (0, 0.5].
     """
 
-    group = "sac"
+    prefix = "sac."
 
     actor_learning_rate: float = MISSING
     critic_learning_rate: float = MISSING
@@ -39,6 +39,8 @@ class SACConfig(FixedRoundsConfig):
 @dataclass
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/sac.yaml."""
+
+    samplers = (*FixedRoundsRunConfig.samplers, *DECOUPLED)
 
     sac: SACConfig = MISSING
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from recipes.common.hints import RECIPES
+from recipes.common.checked import Checked
+from recipes.common.config import RECIPES
 
 
 @dataclass
-class StudyConfig:
+class StudyConfig(Checked):
     """A study, see conf/study/*.yaml.
 
     Args:
@@ -27,6 +28,8 @@ class StudyConfig:
         claims: results in the paper, by environment and variant. Default: {}.
     """
 
+    prefix = "study."
+
     name: str = MISSING
     recipe: str = MISSING
     envs: list[str] = MISSING
@@ -42,21 +45,15 @@ class StudyConfig:
     claims: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "in_a_row"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"study.{key}={getattr(self, key)}: must be >= 1")
-        if self.first_seed < 0:
-            raise ValueError(f"study.first_seed={self.first_seed}: must be >= 0")
-        if not self.envs:
-            raise ValueError("study.envs=[]: must have at least one environment")
-        if self.recipe not in RECIPES:
-            raise ValueError(f"study.recipe={self.recipe}: choose {', '.join(RECIPES)}")
-        if self.baseline not in self.variants:
-            raise ValueError(f"study.baseline={self.baseline}: choose one of {', '.join(self.variants)}")
+        self.check("seeds in_a_row", lambda value: value >= 1, "must be >= 1")
+        self.check("first_seed", lambda value: value >= 0, "must be >= 0")
+        self.check("envs", lambda value: value, "must have at least one environment")
+        self.choose("recipe", RECIPES)
+        self.choose("baseline", self.variants)
 
 
 @dataclass
-class Config:
+class Config(Checked):
     """The configuration in conf/study.yaml."""
 
     study: StudyConfig = MISSING
@@ -65,7 +62,4 @@ class Config:
     out: str = MISSING
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key}={value}: must be >= 1")
+        self.check("seeds workers", lambda value: value is None or value >= 1, "must be >= 1")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from recipes.common.config import FixedRoundsConfig, FixedRoundsRunConfig
+from recipes.common.config import DECOUPLED, FixedRoundsConfig, FixedRoundsRunConfig
 
 # θ of the exploration noise; 0.15 is from the DDPG paper (Lillicrap et al. 2016).
 THETA = {"gaussian": 1.0, "ou": 0.15}
@@ -26,7 +26,7 @@ class TD3Config(FixedRoundsConfig):
         loss_function: loss of the critics, "l2" or "smooth_l1" (Huber). Default: "l2".
     """
 
-    group = "td3"
+    prefix = "td3."
 
     actor_learning_rate: float = MISSING
     critic_learning_rate: float = MISSING
@@ -44,8 +44,8 @@ class TD3Config(FixedRoundsConfig):
         self.check("actor_learning_rate critic_learning_rate", lambda value: value > 0, "must be > 0")
         self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
         self.check("policy_noise noise_clip exploration_noise", lambda value: value >= 0, "must be >= 0")
-        self.check("loss_function", lambda value: value in ("l2", "smooth_l1"), "choose l2, smooth_l1")
-        self.check("noise", lambda value: value in THETA, f"choose {', '.join(THETA)}")
+        self.choose("loss_function", ("l2", "smooth_l1"))
+        self.choose("noise", THETA)
         self.check(
             "gradient_steps",
             lambda value: value % self.policy_delay == 0,
@@ -57,15 +57,16 @@ class TD3Config(FixedRoundsConfig):
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/td3.yaml."""
 
+    samplers = (*FixedRoundsRunConfig.samplers, "lap", *DECOUPLED)
+
     td3: TD3Config = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.updates_per_graph % self.td3.policy_delay:
-            raise ValueError(
-                f"updates_per_graph={self.updates_per_graph}: must be a multiple of "
-                f"td3.policy_delay={self.td3.policy_delay}"
-            )
+        delay = self.td3.policy_delay
+        self.check(
+            "updates_per_graph", lambda value: value % delay == 0, f"must be a multiple of td3.policy_delay={delay}"
+        )
 
     @property
     def learning(self) -> TD3Config:

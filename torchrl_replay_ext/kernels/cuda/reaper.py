@@ -90,7 +90,7 @@ def _factor(leaf, slot_at, num_entries, omega, episodes, has_slots: tl.constexpr
 
 
 @jit
-def _uniform(seed, number):
+def uniform(seed, number):
     """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
     x = seed + number.to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -142,7 +142,7 @@ def _draw(
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (attempt < ROUNDS):
         number = (rows[:, None] << 32) + 2 * (attempt + tries[None, :])
         # the product may be rounded up to the total
-        rest = (_uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
+        rest = (uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
         rest = begin[:, None] + tl.maximum(tl.minimum(rest, width[:, None] - 1), 0)
         proposed, mass = find_leaf(
             masses.leaves, masses.nodes, masses.pages, masses.num_pages, masses.capacity,
@@ -154,7 +154,7 @@ def _draw(
         if has_means:
             of_first = tl.sum(tl.where(tries[None, :] == 0, factor, 0.0), axis=1)
             tl.store(first + rows, of_first, mask=(rows < size) & (attempt == 0))
-        accepted = (_uniform(key, number + 1) < factor) & pending[:, None]
+        accepted = (uniform(key, number + 1) < factor) & pending[:, None]
         # the first accepted proposal, or the last one
         which = tl.min(tl.where(accepted, tries[None, :], num_tries - 1), axis=1)
         is_it = pending[:, None] & (tries[None, :] == which[:, None])
@@ -186,7 +186,7 @@ def _draw(
                 psi = tl.where(last >= 0, tl.sum(tl.where(is_it, step, 0.0), axis=1), psi)
                 running += tl.sum(step, axis=1)
                 passed += tl.sum(mass, axis=0)
-            target = _uniform(key, (rows << 32) + _LAST) * running
+            target = uniform(key, (rows << 32) + _LAST) * running
     tl.store(leaf + rows, found, mask=rows < count)
     tl.store(density + rows, psi, mask=rows < count)
 

@@ -1,0 +1,224 @@
+"""The kernels of draws from event tables for CUDA; see :mod:`torchrl_replay_ext.kernels.events`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from torchrl_replay_ext.kernels import events
+from torchrl_replay_ext.kernels.cuda import tree as trees
+from torchrl_replay_ext.kernels.cuda.reaper import uniform
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, jit, sum_before, tree_of
+
+_SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
+_UNIT = tl.constexpr(events.UNIT)
+# rows of a thread block, and rows that a row is compared with at a time
+_ROWS, _TOGETHER = 16, 256
+
+
+@jit
+def _before(tree, leaf):
+    """See ``sum_before``."""
+    return sum_before(
+        tree.leaves, tree.nodes, tree.size, tree.pages, tree.num_pages, tree.capacity, leaf, tree.has_pages, tree.levels
+    )
+
+
+@jit
+def _table_of(rows, key, eta, count, tables, allocation: tl.constexpr, pad: tl.constexpr, together: tl.constexpr):
+    """The table of each row."""
+    k = tl.arange(0, pad)
+    last = tl.max(tl.where(eta > 0, k, 0), axis=0)
+    cumulated = tl.cumsum(eta, axis=0)
+    if allocation == _MULTINOMIAL:
+        u = uniform(key, 3 * count + rows)
+        return tl.minimum(tl.sum((u[:, None] >= cumulated[None, :]).to(tl.int32), axis=1), last)
+    if allocation == _SYSTEMATIC:
+        u = uniform(key, tl.cast(3 * count, tl.int64))
+        ends = tl.ceil(count * tl.minimum(cumulated, 1.0) - u).to(tl.int32)
+    else:
+        whole = (count * eta).to(tl.int32)
+        fraction = count * eta - whole
+        ahead = (fraction[None, :] > fraction[:, None]) | (
+            (fraction[None, :] == fraction[:, None]) & (k[None, :] < k[:, None])
+        )
+        is_larger = tl.sum(ahead.to(tl.int32), axis=1) < count - tl.sum(whole, axis=0)
+        ends = tl.cumsum(whole + is_larger.to(tl.int32), axis=0)
+    # the place of each row in a random order
+    own, place = uniform(key, count + rows), tl.zeros_like(rows).to(tl.int32)
+    for start in range(0, count, together):
+        others = start + tl.arange(0, together).to(tl.int64)
+        theirs = uniform(key, count + others)
+        precedes = (theirs[None, :] < own[:, None]) | (
+            (theirs[None, :] == own[:, None]) & (others[None, :] < rows[:, None])
+        )
+        place += tl.sum((precedes & (others < count)[None, :]).to(tl.int32), axis=1)
+    return tl.minimum(tl.sum((place[:, None] >= ends[None, :]).to(tl.int32), axis=1), last)
+
+
+@jit
+def _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists, pad: tl.constexpr):
+    """The probability of each slot; ``per_mass``: [pad]."""
+    result = tl.zeros_like(slot).to(tl.float64)
+    for k in range(tables):
+        position = slot
+        if k >= tables - lists:
+            position = tl.load(places + (k - tables + lists).to(tl.int64) * num_slots + slot).to(tl.int64)
+        held = (position >= 0) & (position < num_leaves)
+        mass = tl.load(leaves + position, mask=held, other=0).to(tl.float64)
+        result += mass * tl.sum(tl.where(tl.arange(0, pad) == k, per_mass, 0.0), axis=0)
+    return result
+
+
+@jit
+def _draw(
+    seed, shares, min_sizes, tree, counts, begins, table, eta, low, total, slot_at, places, num_slots, lists,
+    slots, mass, probability, count, tables, allocation: tl.constexpr, draws: tl.constexpr, pad: tl.constexpr,
+    num_rows: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    in_batch, k = rows < count, tl.arange(0, pad)
+    is_table, key = k < tables, tl.load(seed).to(tl.uint64)
+    ahead = _before(tree, tl.load(begins + k, mask=is_table, other=0))
+    own = _before(tree, tl.load(begins + 1 + k, mask=is_table, other=0)) - ahead
+    needed = tl.load(min_sizes + k, mask=is_table, other=0)
+    held = tl.load(counts + k, mask=is_table, other=0)
+    is_used = is_table & (own > 0) & (held >= tl.where(needed < 0, count, needed))
+    share = tl.where(is_used, tl.load(shares + k, mask=is_table, other=0.0), 0.0)
+    sum_of_shares = tl.sum(share, axis=0)
+    share = tl.where(
+        sum_of_shares > 0, share / tl.where(sum_of_shares > 0, sum_of_shares, 1.0), (k == 0).to(tl.float64)
+    )
+    is_first = is_table & (tl.program_id(0) == 0)
+    tl.store(eta + k, share, mask=is_first)
+    tl.store(low + k, ahead, mask=is_first)
+    tl.store(total + k, own, mask=is_first)
+    number = _table_of(rows, key, share, count, tables, allocation, pad, together)
+    tl.store(table + rows, number.to(tl.int64), mask=in_batch)
+    if draws:
+        is_its = k[None, :] == number[:, None]
+        width = tl.sum(tl.where(is_its, own[None, :], 0), axis=1)
+        rest = (uniform(key, rows) * width.to(tl.float64)).to(tl.int64)
+        rest = tl.sum(tl.where(is_its, ahead[None, :], 0), axis=1) + tl.maximum(tl.minimum(rest, width - 1), 0)
+        leaf, found = find_leaf(
+            tree.leaves, tree.nodes, tree.pages, tree.num_pages, tree.capacity, rest, tree.has_pages, tree.levels,
+            num_rows,
+        )  # fmt: skip
+        slot = tl.load(slot_at + leaf).to(tl.int64)
+        slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
+        per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)
+        mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
+        tl.store(slots + rows, slot, mask=in_batch)
+        tl.store(mass + rows, found, mask=in_batch)
+        tl.store(probability + rows, mixed, mask=in_batch)
+
+
+@jit
+def _mixture(
+    slots, weights, leaves, num_leaves, places, num_slots, probability, count, tables, lists,
+    pad: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    rows, k = tl.program_id(0) * num_rows + tl.arange(0, num_rows), tl.arange(0, pad)
+    slot = tl.load(slots + rows, mask=rows < count, other=0)
+    slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
+    per_mass = tl.load(weights + k, mask=k < tables, other=0.0)
+    mixed = _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists, pad)
+    tl.store(probability + rows, mixed, mask=rows < count)
+
+
+@jit
+def _masses(
+    of_slot, alpha, union, generation, slots, slot_at, capacity, places, num_slots, journal, length, begin, changes,
+    count, lists, has_default, index, mass,
+    is_power: tl.constexpr, is_union: tl.constexpr, num_rows: tl.constexpr,
+):  # fmt: skip
+    """The positions that change, -1 where none does, and their new masses: first those of the journal."""
+    rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    is_change, size = rows < changes, changes + count * (lists + has_default)
+    entry = journal + 2 * ((begin + rows) % length)
+    at = tl.load(entry, mask=is_change, other=-1).to(tl.int64)
+    moved = tl.load(entry + 1, mask=is_change, other=-1).to(tl.int64)
+    # then each of the slots in the default table, if that has no list, and in each list
+    is_row = (rows >= changes) & (rows < size)
+    number = tl.where(is_row, rows - changes, 0)
+    which = number // tl.maximum(count, 1) - has_default
+    given = tl.load(slots + number % tl.maximum(count, 1), mask=is_row, other=-1)
+    is_row = is_row & (given >= 0) & (given < num_slots)
+    listed = tl.load(places + which * num_slots + given, mask=is_row & (which >= 0), other=-1).to(tl.int64)
+    if is_union:
+        position = tl.where(is_row & (which < 0), given, tl.where(is_change, moved, -1))
+        slot = tl.minimum(tl.maximum(position, 0), num_slots - 1)
+        inside = tl.zeros_like(rows)
+        for k in range(lists):
+            inside += (tl.load(places + tl.cast(k, tl.int64) * num_slots + slot) >= 0).to(tl.int64)
+        new = tl.where(inside > 0, tl.load(union), tl.load(union + 1))
+        new = tl.where(is_change & (tl.load(generation + slot) == 0), 0, new)
+    else:
+        position = tl.where(is_change, at, tl.where(is_row & (which < 0), given, listed))
+        exists = is_change & (at >= 0) & (at < capacity)
+        now = tl.load(slot_at + at, mask=exists, other=-1).to(tl.int64)
+        slot = tl.where(is_change, now, given)
+        new = tl.full([num_rows], _UNIT, tl.int64)
+        if is_power:
+            valid = (slot >= 0) & (slot < num_slots)
+            d = tl.load(of_slot + slot, mask=valid, other=0.0).to(tl.float64)
+            d = tl.where(d < 0, -d, d)
+            exponent = tl.load(alpha)
+            power = tl.exp2(exponent * tl.log2(tl.where(d > 0, d, 1.0)))
+            power = tl.where(exponent == 0, 1.0, tl.where(d > 0, power, 0.0))
+            new = tl.ceil(power * _UNIT).to(tl.int64)
+        new = tl.where(slot >= 0, new, 0)
+    tl.store(index + rows, position, mask=rows < size)
+    tl.store(mass + rows, new, mask=rows < size)
+
+
+def set_masses(
+    leaves: Tensor, nodes: Tensor, pages: Tensor, of_slot: Tensor, alpha: Tensor, union: Tensor, generation: Tensor,
+    slots: Tensor, slot_at: Tensor, places: Tensor, counts: Tensor, journal: Tensor, begin: int, end: int,
+) -> None:  # fmt: skip
+    """See the loop of the same name."""
+    begin, (lists, num_slots), count = max(begin, end - len(journal)), places.shape, len(slots)
+    has_default = len(counts) - lists
+    size = end - begin + count * (lists + has_default)
+    if not size:
+        return
+    index, mass = leaves.new_empty(2, size)
+    _masses[(triton.cdiv(size, _TOGETHER),)](
+        of_slot, alpha, union, generation, slots, slot_at, len(slot_at), places, num_slots, journal,
+        max(len(journal), 1), begin, end - begin, count, lists, has_default, index, mass,
+        is_power=len(of_slot) > 0, is_union=len(union) > 0, num_rows=_TOGETHER,
+    )  # fmt: skip
+    trees.write(leaves, nodes, nodes[:0], pages, len(slot_at), index, mass)
+
+
+def plan(
+    seed: Tensor, shares: Tensor, min_sizes: Tensor, allocation: int, leaves: Tensor, nodes: Tensor, pages: Tensor,
+    counts: Tensor, begins: Tensor, table: Tensor, eta: Tensor, low: Tensor, total: Tensor, *drawn: Any,
+) -> None:  # fmt: skip
+    """See the loop of the same name; with further arguments, that of :func:`draw`."""
+    slot_at, places, _, slots, mass, probability = drawn or (leaves, leaves[:0].view(0, 0), False, table, table, eta)
+    count, tables, (lists, num_slots) = len(table), len(counts), places.shape
+    # the leaves of the tree after the last position have no mass
+    capacity = len(slot_at)
+    _draw[(triton.cdiv(max(count, 1), _ROWS),)](
+        seed, shares, min_sizes, tree_of(leaves, nodes, pages, capacity), counts, begins, table, eta, low, total,
+        slot_at, places, num_slots, lists, slots, mass, probability, count, tables,
+        allocation=allocation, draws=len(drawn) > 0, pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS,
+        together=_TOGETHER,
+    )  # fmt: skip
+
+
+draw = plan
+
+
+def mixture(slots: Tensor, per_mass: Tensor, leaves: Tensor, places: Tensor, probability: Tensor) -> None:
+    """See the loop of the same name."""
+    count, tables, (lists, num_slots) = len(slots), len(per_mass), places.shape
+    if count:
+        _mixture[(triton.cdiv(count, _TOGETHER),)](
+            slots, per_mass, leaves, len(leaves), places, num_slots, probability, count, tables, lists,
+            pad=max(2, triton.next_power_of_2(tables)), num_rows=_TOGETHER,
+        )  # fmt: skip
