@@ -140,17 +140,14 @@ class Hyperparameter:
         """The state to save: value, number of updates so far, start, end, ``num_updates``; float64 [5] on the CPU."""
         return self._state.to("cpu", copy=True)
 
-    def require_valid(self, state: Tensor) -> None:
-        """Raise ValueError if :meth:`state` cannot have returned ``state``, float64 [5]."""
+    def load(self, state: Tensor) -> None:
+        """Restore a state that :meth:`state` returned; ValueError for others."""
         value, count, start, end, num_updates = state.tolist()
         for number in (value, start, end):
             self._within_limits(number)
         if count < 0 or num_updates < 1:
             raise ValueError(f"{self._owner}({self._name}): a schedule of {num_updates} updates cannot be at {count}.")
-
-    def load(self, state: Tensor) -> None:
-        """Restore a state that :meth:`state` returned."""
-        self._assign(*state.tolist())
+        self._assign(value, count, start, end, num_updates)
 
 
 def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperparameter]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.event_tables import LEFT, UNSENT
-from torchrl_replay_ext.core.layout import MOST
 
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
@@ -46,11 +45,6 @@ class ClassCounts:
             "class_counts": self._counts,
             "class_complete_from": self._complete_from,
         }
-
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """The smallest and the largest valid number of :meth:`tensors`."""
-        numbers = {"class_number": (-1, MOST), "class_complete_from": (0, MOST)}
-        return {"class": (0, self._counts.shape[1] - 1), "class_counts": (0, len(self._class)), **numbers}
 
     def rebuild(self) -> None:
         """Count again after :meth:`tensors` were replaced."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.core.layout import MOST
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.ops import (
     Views,
     events_earlier,
@@ -277,13 +277,6 @@ class EventTables(Mapping[str, EventTable]):
         """The state to save. :meth:`load` restores it in place."""
         return dict(zip(STATE, self._tensors(), strict=False))
 
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """The smallest and the largest valid number of :meth:`tensors`."""
-        last, end, link = self.num_slots - 1, int(self.begins[-1]), self._links.shape[1] - 1
-        slots = {"slot_at": (-1, last), "before": (-1, last), "free": (0, last), "places": (LEFT, end - 1)}
-        sizes = dict.fromkeys(("counts", "capacity", "begins"), (0, end))
-        return slots | sizes | {"links": (-1, link), "heads": (-1, link), "number": (-1, MOST), "counters": (0, MOST)}
-
     def state(self) -> dict[str, Tensor]:
         """A copy of :meth:`tensors`, in which the journal begins now, as after a :meth:`load`."""
         state = {key: tensor.clone() for key, tensor in self.tensors().items()}
@@ -403,7 +396,10 @@ class EventTables(Mapping[str, EventTable]):
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         if not self.is_allocated:
             return
+        check_counts("EventTables", self._counters, self._capacity, self.counts)
         slot_at, places = self.slot_at.numpy(), self.places.numpy()
+        if self.size(0) > self.num_slots:
+            raise AssertionError("EventTables['default']: there are more entries than slots")
         if self._first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
             raise AssertionError("EventTables['default']: a slot is not at its own position")
         for number in range(self._first, len(self.names)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.layout import MOST
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.lanes_layout import (
     CAREFUL,
     CHAIN,
@@ -148,15 +148,9 @@ class Lanes:
         """The state by name."""
         return {"lanes": self._state, "interrupted": self.interrupted}
 
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`; ids have any value."""
-        return {"interrupted": (0, MOST)}
-
     def check_valid(self) -> None:
-        """Raise AssertionError if a number is none that the lanes have had."""
-        written, is_open = self._state[WRITTEN], self._state[OPEN]
-        if not bool(((written >= 0) & (written <= MOST) & ((is_open == 0) | (is_open == 1))).all()):
-            raise AssertionError("Lanes: the state of a lane is out of range")
+        """Raise AssertionError if a count is out of range."""
+        check_counts("Lanes", self._state[WRITTEN], self._state[OPEN])
 
     def clear_(self) -> None:
         """Forget all trajectories."""

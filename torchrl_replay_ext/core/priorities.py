@@ -172,10 +172,6 @@ class Priorities:
         """The state to save."""
         return {"priority": self.of_slot, "max_priority": self.largest}
 
-    def limits(self) -> dict[str, tuple[float, float]]:
-        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
-        return {"max_priority": (0.0, torch.finfo(torch.float32).max)}
-
     def rebuild(self) -> None:
         """Recompute the largest priority after :meth:`tensors` were replaced."""
         self.largest.clamp_min_(self._smallest)

@@ -278,9 +278,9 @@ class SumTree:
         tree_rebuild(*self._views(), self.capacity)
 
     def check_valid(self) -> None:
-        """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
-        if int(self.leaves.min()) < 0:
-            raise AssertionError("SumTree: a negative mass")
+        """Raise AssertionError if a mass is out of range, or a sum or a minimum does not agree with the leaves."""
+        if int(self.leaves.min()) < 0 or int(self.leaves.max()) > self.largest_mass:
+            raise AssertionError("SumTree: a mass is negative or too large")
         if int(self.get(torch.arange(self.capacity, device=self.leaves.device)).sum()) != int(self.leaves.sum()):
             raise AssertionError("SumTree: a mass that belongs to no leaf")
         expected = copy.deepcopy(self)

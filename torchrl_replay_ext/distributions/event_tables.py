@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from torchrl_replay_ext.compilation import (
     where_int64,
 )
 from torchrl_replay_ext.core.event_tables import CHANGES, RESETS, EventTables, TableView
-from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -343,10 +342,6 @@ class EventTableMixture(Distribution):
         state = {"masses": self._tree.leaves, "eta": self._shares.state, "seen_changes": self._seen}
         return state | self._within.tensors() | self._weights.tensors()
 
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        own = {"masses": (0, self._tree.largest_mass), "eta": (0.0, MOST), "seen_changes": (-1, MOST)}
-        return {**own, **self._within.limits(), **self._weights.limits()}
-
     def raise_numbers(self, last: int) -> None:
         self._within.raise_numbers(last)
 
@@ -362,6 +357,7 @@ class EventTableMixture(Distribution):
     def check_valid(self) -> None:
         self.sync()
         self._tables.check_valid()
+        self._shares.check_valid()
         self._tree.check_valid()
         self._weights.check_valid()
         self._within.check_valid()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -158,9 +157,6 @@ class Proportional(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"masses": self._tree.leaves}
-
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        return {"masses": (0, self._tree.largest_mass)}
 
     def rebuild(self) -> None:
         self._tree.rebuild_()

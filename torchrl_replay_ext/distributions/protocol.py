@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -151,10 +150,6 @@ class WriteObserver(ABC):
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
-
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        """The smallest and the largest valid number of those entries of :meth:`tensors` that have limits."""
-        return {}
 
     def raise_numbers(self, last: int) -> None:  # noqa: B027 (an empty hook)
         """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
 from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform
-from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -22,6 +20,12 @@ from torchrl_replay_ext.kernels.ops import rank_tabulate
 STEP = 0.01
 
 Segments = Literal["exact", "piecewise"]
+
+
+def check_alpha(table_alpha: Tensor, alpha: Hyperparameter) -> None:
+    """Raise AssertionError if the exponent of a table of r^-alpha is none that ``alpha`` has had."""
+    if not 0 <= table_alpha.item() <= alpha.bound:
+        raise AssertionError(f"alpha of the ranks, {table_alpha.item()}, is not in [0, {alpha.bound}]")
 
 
 class RankBased(Distribution):
@@ -73,10 +77,8 @@ class RankBased(Distribution):
     def tensors(self) -> dict[str, Tensor]:
         return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
 
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        return {"table_alpha": (0.0, MOST)}
-
     def check_valid(self) -> None:
+        check_alpha(self._table_alpha, self._alpha)
         self._ranks.check_valid(self._priorities.of_slot, self._log.generation > 0)
 
     def rebuild(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -108,9 +108,6 @@ class ReliabilityAdjusted(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"proposals": self._tree.leaves} | self._reliability.tensors()
-
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        return {"proposals": (0, self._tree.largest_mass), **self._reliability.limits()}
 
     def raise_numbers(self, last: int) -> None:
         self._reliability.raise_numbers(last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -118,9 +117,6 @@ class Reliability(WriteObserver):
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
-
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        return {f"episodes_{name}": limits for name, limits in self._episodes.limits().items()}
 
     def raise_numbers(self, last: int) -> None:
         self._episodes.raise_numbers(last)

@@ -102,10 +102,6 @@ class TableWeights:
         pairs = {} if self._pairs is None else self._pairs.tensors()
         return pairs if self._classes is None else pairs | self._classes.tensors()
 
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
-        return {} if self._classes is None else self._classes.limits()
-
     def rebuild(self) -> None:
         """Count again after :meth:`tensors` were replaced."""
         for counts in (self._pairs, self._classes):

@@ -468,28 +468,29 @@ class DistributionSampler(ShowsArguments, Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         name = f"{self.owner}.load_state_dict"
-        saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
-        layout = saved_state.layout_of_state(name, state_dict, self.layout, self.capacity)
-        before, num_writes = vars(self).copy(), int(self.state.log.num_writes)
+        # a damaged state is found in a copy; on the CPU, where an index out of range is an error that can be caught
+        trial = copy.deepcopy(self)
+        trial._set_up(self.layout._replace(device=torch.device("cpu")))
         try:
-            if layout not in (None, self.layout):
-                self._set_up(layout)
-            keys = self.state.tensors() if layout is not None else self.distribution.settings
-            self.state.require_fitting(name, state_dict, keys)
-            # entries that contradict each other are found in a copy
-            trial = copy.deepcopy(self.state)
-            trial.load(state_dict, keys, num_writes)
-            trial.check_valid()
-        except (ValueError, AssertionError) as error:
-            vars(self).clear()
-            vars(self).update(before)
-            if isinstance(error, ValueError):
-                raise
+            trial._load(name, state_dict)
+            trial.state.check_valid()
+        except (AssertionError, IndexError, RuntimeError) as error:
             raise saved_state.contradiction(name, error) from error
+        self._load(name, state_dict)
+        mark_static(vars(self), vars(self.distribution))
+
+    def _load(self, call: str, state: dict[str, Any]) -> None:
+        saved_state.require_keys(call, state, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
+        layout = saved_state.layout_of_state(call, state, self.layout, self.capacity)
+        num_writes = int(self.state.log.num_writes)
+        if layout not in (None, self.layout):
+            self._set_up(layout)
+        keys = self.distribution.settings
         if layout is None:
             self.state.clear()
-        self.state.load(state_dict, keys, num_writes)
-        mark_static(vars(self), vars(self.distribution))
+        else:
+            keys = self.state.tensors()
+        self.state.load(call, state, keys, num_writes)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""

@@ -297,22 +297,17 @@ class SlotState:
             tensors |= part.tensors()
         return tensors
 
-    def require_fitting(self, call: str, state: Mapping[str, Tensor], keys: Iterable[str]) -> None:
-        """Raise ValueError if one of the entries ``keys`` of a state, or a hyperparameter, cannot be loaded."""
-        tensors, limits = self.tensors(), {**self.updates.limits(), **self.log.limits(), **self.priorities.limits()}
-        for part in self._parts:
-            limits |= part.limits()
-        saved_state.require_fitting(call, state, {key: tensors[key] for key in keys}, limits)
-        exponents = {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
-        saved_state.require_fitting(call, state, exponents, {})
-        for key, hyperparameter in self._hyperparameters.items():
-            hyperparameter.require_valid(state[key])
+    def load(self, call: str, state: Mapping[str, Tensor], keys: Iterable[str], num_writes: int) -> None:
+        """Restore the entries ``keys`` and the hyperparameters; there were ``num_writes`` writes before.
 
-    def load(self, state: Mapping[str, Tensor], keys: Iterable[str], num_writes: int) -> None:
-        """Restore the entries ``keys`` and the hyperparameters; there were ``num_writes`` writes before."""
+        ValueError if one of them cannot be loaded. Then a part may have been loaded.
+        """
         tensors = self.tensors()
-        for key in keys:
-            tensors[key].copy_(state[key])
+        tensors = {key: tensors[key] for key in keys}
+        exponents = {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
+        saved_state.require_fitting(call, state, tensors | exponents)
+        for key, tensor in tensors.items():
+            tensor.copy_(state[key])
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
         self.hyperparameters_changed()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
@@ -57,10 +56,6 @@ class SlotUpdates:
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""
         return {"update_counts": self.counts, "reweight_cursor": self._cursor}
-
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
-        return {"update_counts": (0, MOST), "reweight_cursor": (0, MOST)}
 
     def stats(self) -> dict[str, Tensor]:
         """Statistics for logging, scalars."""
