@@ -7,9 +7,9 @@ import copy
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
-from torchrl_replay_ext.core.layout import MOST
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.kernels.ops import slices_walk, slices_write
 
@@ -78,12 +78,14 @@ class SliceIndex:
         slices_write(slots, lane, begins, marks.ended, self._padded, *state)
 
     def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest. Slices do not continue across the removed slots.
+        """Remove ``slots`` [n], the oldest or the newest. Slices do not continue across the removed slots.
 
         In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
         """
-        scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
-        self.starts.write(slots, torch.zeros_like(slots))
+        removed = torch.zeros_like(self._next, dtype=torch.bool).index_fill_(0, slots, True)
+        own = torch.arange(self.size, dtype=self._next.dtype, device=self.device)
+        self._next.copy_(torch.where(removed | removed[self._next.to(torch.int64)], own, self._next))
+        self.rebuild_((self.starts.leaves[: self.size] > 0) & ~removed)
         self._recent.fill_(_NEVER)
         if not self.lanes.assigned:
             self.lanes.end_all()
@@ -132,12 +134,6 @@ class SliceIndex:
         lanes = {"recent": self._recent, "rows": self._rows, "run": self._run}
         return {"next": self._next, "time": self._time, **lanes, **self.lanes.tensors()}
 
-    def limits(self) -> dict[str, tuple[int, int]]:
-        """See :meth:`~torchrl_replay_ext.distributions.protocol.WriteObserver.limits`."""
-        counts = dict.fromkeys(("rows", "run"), (0, MOST))
-        times = {"time": (-1, MOST), "recent": (_NEVER, MOST)}
-        return {"next": (0, self.size - 1), **times, **counts, **self.lanes.limits()}
-
     def rebuild_(self, stored: Tensor) -> None:
         """Recompute where slices may begin. ``stored``: bool [size], the slot holds a transition."""
         begins = stored.clone()
@@ -153,6 +149,7 @@ class SliceIndex:
         """Raise AssertionError if successors and starts contradict each other; ``stored`` as in :meth:`rebuild_`."""
         self.starts.check_valid()
         self.lanes.check_valid()
+        check_counts("SliceIndex", self._time + 1, self._rows, self._run)
         starts = self.starts.leaves.clone()
         expected = copy.deepcopy(self)
         expected.rebuild_(stored)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from tensordict import NestedKey
@@ -112,17 +112,16 @@ class SliceStarts(Distribution):
     def tensors(self) -> dict[str, Tensor]:
         return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
 
-    def limits(self) -> Mapping[str, tuple[float, float]]:
-        return {f"slices_{name}": limits for name, limits in self.slices.limits().items()}
-
     def rebuild(self) -> None:
         self.slices.rebuild_(self._stored())
 
     def check_valid(self) -> None:
-        self.slices.check_valid(self._stored())
+        stored = self._stored()
+        self.slices.check_valid(stored)
         layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
-        following = (step + 1) * layout.slots_per_step
-        if min(step, time) >= 0 and (following - time - 1) % layout.num_slots:
+        end = (step + 1) * layout.slots_per_step
+        # the rows of a write that was refused later are not stored
+        if step >= 0 and bool(stored[time % layout.num_slots]) and (end - time - 1) % layout.num_slots:
             raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
 
     def _stored(self) -> Tensor:
