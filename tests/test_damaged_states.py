@@ -133,9 +133,7 @@ def load(part: Any, state: Any) -> Exception | None:
         part.load_state_dict(state)
     except REFUSED as error:
         assert len(str(error)) > 20, f"unclear: {error!r}"
-        # DecoupledSampler loads the earlier state of its candidates again, which raises the numbers of writes
-        if not isinstance(part, DecoupledSampler):
-            assert_same_state(part.state_dict(), before)
+        assert_same_state(part.state_dict(), before)
         return error
     return None
 
