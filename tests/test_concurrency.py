@@ -10,7 +10,8 @@ import torch
 
 from tests.test_faults import CAPACITY, SAMPLERS, filled, rows
 
-SECONDS = [1, pytest.param(60, marks=pytest.mark.slow)]
+SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
+SHARED = ["tables, reaper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
 
 
 def use_buffer(buffer, seconds, first):
@@ -77,7 +78,7 @@ def test_threads_without_a_lock_stay_in_range(name, seconds):
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-@pytest.mark.parametrize("name", ["proportional", "rank", "tables, reaper"])
+@pytest.mark.parametrize("name", SHARED)
 def test_processes_that_share_the_buffer(name, seconds):
     buffer = filled(name)
     buffer.share()

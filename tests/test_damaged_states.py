@@ -26,8 +26,6 @@ from torchrl_replay_ext import DecoupledSampler
 REFUSED = (ValueError, KeyError, TypeError)
 # the errors of draws that find nothing
 NOTHING_TO_DRAW = "all priorities are 0|no stored episode has|cannot sample from an empty storage"
-# number of states per buffer
-PER_BUFFER = 25
 KINDS = ["bits", "bits", "bits", "number", "number", "swap", "shape", "dtype", "other"]
 
 
@@ -46,10 +44,7 @@ def damage(state: Any, rng: random.Random) -> str:
     *parents, key = path = rng.choice(entries(state))
     for parent in parents:
         state = state[parent]
-    value, kind = (
-        state[key],
-        rng.choice(KINDS),
-    )
+    value, kind = state[key], rng.choice(KINDS)
     if not isinstance(value, Tensor):
         state[key] = rng.choice([-1, 2**40, value + 1, math.nan, "text", None])
         return f"{path} = {state[key]!r}"
@@ -174,37 +169,34 @@ def attempt(used: Damaged, whole: dict[str, Any], seed: str) -> bool:
     return accepted
 
 
-def run(seed: int, count: int, names: list[str]) -> None:
-    """Damage ``count`` states."""
+def run(seed: int, count: int, names: list[str], *, per_buffer: int = 25) -> None:
+    """Damage ``count`` states, ``per_buffer`` of each buffer."""
     accepted = 0
     for number in range(count):
-        if number % PER_BUFFER == 0:
-            chosen = seed + number // PER_BUFFER
+        if number % per_buffer == 0:
+            chosen = seed + number // per_buffer
             name = names[chosen % len(names)]
             print(f"{name!r}, seed {chosen}", flush=True)
             used, whole = donor(name, chosen)
         print(number, end=": ", flush=True)
-        accepted += attempt(used, whole, f"{chosen}, {number % PER_BUFFER}")
+        accepted += attempt(used, whole, f"{chosen}, {number % per_buffer}")
     print(f"{accepted} of {count} damaged states were accepted")
 
 
-def in_a_process(seed: int, count: int) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_some_damaged_states():
+    run(0, 5 * len(CASES), [*CASES], per_buffer=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1400, 40))
+def test_ten_thousand_damaged_states(seed):
     """Run in another process, whose crash is a failure of this one."""
-    command = [sys.executable, "-m", "tests.test_damaged_states", str(seed), str(count)]
+    command = [sys.executable, "-m", "tests.test_damaged_states", str(seed), "1000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = "\n".join(done.stdout.splitlines()[-2:])
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode} at\n{last}\n{done.stderr[-3000:]}"
     print(last)
-
-
-def test_some_damaged_states():
-    in_a_process(0, 400)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1200, 20))
-def test_ten_thousand_damaged_states(seed):
-    in_a_process(seed, 1000)
 
 
 if __name__ == "__main__":
