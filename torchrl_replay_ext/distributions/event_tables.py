@@ -355,10 +355,11 @@ class EventTableMixture(Distribution):
         self._weights.rebuild()
 
     def check_valid(self) -> None:
+        # first, because sync() may compute masses again
+        self._tree.check_valid()
         self.sync()
         self._tables.check_valid()
         self._shares.check_valid()
-        self._tree.check_valid()
         self._weights.check_valid()
         self._within.check_valid()
         positions = self._view.positions(self._log.stored_slots())
