@@ -75,8 +75,8 @@ class IndexWithModel:
         self.cursor = (slots[-1] + 1) % self.size
         self.index.write(
             torch.tensor(slots),
-            torch.tensor(mass),
-            torch.tensor(self.clock),
+            torch.tensor([mass]),
+            torch.tensor([self.clock]),
             EpisodeMarks(
                 ended=torch.tensor([row.ended for row in rows]),
                 trajectory=torch.tensor(trajectory) if self.assigned else None,
@@ -99,7 +99,7 @@ class IndexWithModel:
             if touch:
                 self.episode[slot].touched = self.clock
         index = torch.tensor(slots)
-        clock = torch.tensor(self.clock) if touch else None
+        clock = torch.tensor([self.clock]) if touch else None
         self.index.update(index, torch.tensor(mass), clock)
 
     def episodes(self) -> list[Episode]:
@@ -333,8 +333,8 @@ def test_more_trajectories_than_lanes(lanes, before):
         no = never[: len(trajectory)]
         index.write(
             torch.arange(start, start + len(trajectory)),
-            torch.tensor(1),
-            torch.tensor(clock),
+            torch.tensor([1]),
+            torch.tensor([clock]),
             EpisodeMarks(ended=no, trajectory=torch.tensor(trajectory)),
             finished=no,
         )

@@ -385,8 +385,9 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
         updated, mass = torch.randint(-2, size + 2, (9,)), torch.randint(0, 2**30, (9,))
         for each, call in ((index, plainly), (other, run)):
-            call(each.write, slots, number * 2**20, number, marks, finished)
-            call(each.update, updated, mass, torch.tensor(number) if number % 3 else None)
+            now = torch.tensor([number])
+            call(each.write, slots, torch.tensor([number * 2**20]), now, marks, finished)
+            call(each.update, updated, mass, now if number % 3 else None)
             if number == 7:
                 call(each.remove, (slots[-1] + torch.arange(1, 1 + lanes)) % size)
             if number == 9:
@@ -428,13 +429,14 @@ def test_all_implementations_refuse_the_same_trajectories(run):
     index = EpisodeIndex(30, 2, assigned=True)
     no = torch.zeros(6, dtype=torch.bool)
     before = copy.deepcopy(index.tensors())
-    write = partial(index.write, torch.arange(6), 1, 1, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
+    one = torch.ones(1, dtype=torch.int64)
+    write = partial(index.write, torch.arange(6), one, one, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
     with pytest.raises(ValueError, match=r"trajectory 1 continues .* num_streams=2"):
         run(write)
     assert_same_tensors(before, index.tensors())
     marks = EpisodeMarks(no[:3], torch.tensor([0, 1, 2]))
     with pytest.warns(UserWarning, match="is closed at its last stored step"):
-        run(index.write, torch.arange(3), 1, 1, marks, no[:3])
+        run(index.write, torch.arange(3), one, one, marks, no[:3])
     assert int(index.lanes.interrupted) == 1
     index.check_valid()
 
@@ -453,9 +455,9 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
                     tensor.copy_(torch.randint(-most, most, tensor.shape))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
-        run(episodes.write, slots, 5, 1, marks, marks.ended)
+        run(episodes.write, slots, torch.tensor([5]), torch.tensor([1]), marks, marks.ended)
         run(slices.write, slots, marks)
-        run(episodes.update, slots, slots.abs(), torch.tensor(2))
+        run(episodes.update, slots, slots.abs(), torch.tensor([2]))
         run(episodes.remove, slots)
         walked, _ = run(slices.walk, torch.randint(-(2**50), 2**50, (20,)))
         assert int(walked.min()) >= 0 and int(walked.max()) < 120
@@ -475,10 +477,10 @@ def some_episodes(assigned=False, lanes=1, size=300):
         ended = (12 * number + step) % (9 + stream) == 0
         trajectory = (12 * number + step - 1) // (9 + stream) * lanes + stream if assigned else None
         marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
-        index.write(slots, torch.tensor(2**23), torch.tensor(number), marks, finished=ended)
+        index.write(slots, torch.tensor([2**23]), torch.tensor([number]), marks, finished=ended)
         generation[slots] = number
         index.update(
-            slots[::3], torch.randint(0, 2**24, slots[::3].shape), torch.tensor(number) if number % 4 else None
+            slots[::3], torch.randint(0, 2**24, slots[::3].shape), torch.tensor([number]) if number % 4 else None
         )
     index.check_valid()
     return index, generation
@@ -607,7 +609,8 @@ def some_ranks(size):
 
 
 def arrays(ranks):
-    return {key: value for key, value in vars(ranks).items() if isinstance(value, torch.Tensor)}
+    constant = "_new", "_removed"
+    return {key: each for key, each in vars(ranks).items() if isinstance(each, torch.Tensor) and key not in constant}
 
 
 def test_all_implementations_have_the_same_ranks(run):
@@ -625,7 +628,7 @@ def test_all_implementations_have_the_same_ranks(run):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
         if INTERPRETED:
             # sorted, where a slot that leaves lets those behind it move up
-            run(ops.rank_rebuild, *other._arrays)
+            run(ops.rank_rebuild, *other._views())
         # the last of duplicates counts
         last = {}
         for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
@@ -649,6 +652,17 @@ def test_all_implementations_have_the_same_ranks(run):
         assert run(other.rank_of, torch.arange(-1, size + 1)).tolist() == [
             where.get(s, -1) for s in range(-1, size + 1)
         ]
+        u, alpha = torch.rand(20, dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
+        weights = torch.arange(1.0, size + 1, dtype=torch.float64) ** -alpha
+        found, density, smallest = map(ops.as_tensor, run(other.draw, u, weights.cumsum(0), alpha))
+        if not order:
+            assert not found.any() and not density.any()
+            continue
+        sums = np.cumsum(weights[: len(order)].numpy())
+        rank = np.searchsorted(sums, u.numpy() * sums[-1], side="right").clip(0, len(order) - 1)
+        assert found.tolist() == [order[r] for r in rank]
+        torch.testing.assert_close(density, weights[rank])
+        torch.testing.assert_close(smallest, weights[len(order) - 1 : len(order)])
 
 
 def test_ranks_stay_in_range_whatever_the_state_holds(run):
@@ -656,14 +670,16 @@ def test_ranks_stay_in_range_whatever_the_state_holds(run):
     ranks.insert(torch.arange(50))
     for seed in range(20):
         torch.manual_seed(seed)
-        for name, array in arrays(ranks).items():
-            if name not in ("_new", "_nowhere"):
-                limit = 2 ** int(torch.randint(1, 29, ()))
-                array.copy_(torch.randint(-limit, limit, array.shape))
+        for array in arrays(ranks).values():
+            limit = 2 ** int(torch.randint(1, 29, ()))
+            array.copy_(torch.randint(-limit, limit, array.shape))
         ranks._counts[0] = 10**6
         found = run(ranks.find, torch.randint(-5, 10**6, (100,)))
         assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.rank_of, torch.randint(-5, 60, (100,)))
+        u = torch.rand(20, dtype=torch.float64)
+        found, *_ = run(ranks.draw, u, u.cumsum(0), u)
+        assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100))
     ranks._place.random_()
     run(ranks.rebuild, torch.rand(50), torch.rand(50) < 0.5)

@@ -138,9 +138,13 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
 
     For the arguments see :func:`uniform`.
     """
-    u, order = uniform(2, num, device=device, generator=generator)
+    u = uniform(num, device=device, generator=generator)
+    if values_can_be_read(device) and (generator is None or generator.device == device):
+        order = torch.randperm(num, generator=generator)
+    else:
+        order = uniform(num, device=device, generator=generator).argsort()
     # rounding may give 1 for the last interval
-    return ((order.argsort() + u) / num).clamp_(max=1 - 2**-_FLOAT64_BITS)
+    return order.add(u).div_(num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 
 
 @overload

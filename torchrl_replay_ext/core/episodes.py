@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
-from torchrl_replay_ext.kernels.ops import episodes_remove, episodes_update, episodes_write, reaper_reliability
+from torchrl_replay_ext.kernels.ops import Views, episodes_remove, episodes_update, episodes_write, reaper_reliability
 
 _PAGE = SumTree.PAGE
 
@@ -111,6 +113,13 @@ class EpisodeIndex:
         self._lane_episode = full(num_lanes, records)
         self._lane_total = full(num_lanes, 0)
         self._lane_next = full(num_lanes, 0)
+        # the arguments ``memory`` and ``arrays`` of kernels.episodes
+        self._memory = Views(self._lane_episode, self._lane_next, self._count, self._records, self._pages)
+        self._sums = Views(
+            *(self._tree.leaves, self._tree.nodes, self._tree.pages, positions + (_PAGE if assigned else 0)),
+            *(self._position, num_lanes, self.span, self._lane_total),
+            *(self.episode, self._start, self._finished, self._updated_at, *self._totals.tensors()),
+        )
 
     def largest_total(self) -> int:
         """The largest sum of the masses of an episode."""
@@ -137,8 +146,8 @@ class EpisodeIndex:
     def write(
         self,
         slots: Tensor,
-        mass: Tensor | int,
-        write_number: Tensor | int,
+        mass: Array,
+        write_number: Array,
         marks: EpisodeMarks,
         finished: Tensor,
     ) -> None:
@@ -156,8 +165,7 @@ class EpisodeIndex:
         """
         slots = slots.contiguous()
         lane, begins = self.lanes.assign(slots, marks)
-        mass, number = (torch.as_tensor(each, device=slots.device).reshape(1) for each in (mass, write_number))
-        rows = slots, lane, begins, marks.ended, finished, mass, number
+        rows = slots, lane, begins, marks.ended, finished, mass, write_number
         episodes_write(*rows, *self._memory(), *self._sums())
 
     def positions(self, slots: Tensor) -> Tensor:
@@ -168,29 +176,19 @@ class EpisodeIndex:
             return slots
         return slots % self.num_lanes * self.steps + slots // self.num_lanes
 
-    def update(self, slots: Tensor, mass: Tensor, num_writes: Tensor | None) -> None:
+    def update(self, slots: Tensor, mass: Array, num_writes: Tensor | None) -> None:
         """Set the masses of ``slots`` [n]. Slots that are out of range or empty are skipped.
 
         Args:
             slots: int64 [n]. Of duplicates the last one wins.
             mass: int64 [n], or [1] for all slots.
-            num_writes: number of the last write. The transitions of the updated episodes are no longer new. None: no
-                change.
+            num_writes: number of the last write, int64 [1]: the transitions of the updated episodes are no longer new.
+                None: no change.
         """
-        number = slots[:0] if num_writes is None else num_writes.reshape(1)
-        episodes_update(slots.contiguous(), mass.contiguous(), number, *self._sums())
+        number = slots[:0] if num_writes is None else num_writes
+        episodes_update(slots.contiguous(), mass, number, *self._sums())
 
-    def _memory(self) -> list[Tensor]:
-        """The arguments ``memory`` of :mod:`torchrl_replay_ext.kernels.episodes`."""
-        return [self._lane_episode, self._lane_next, self._count, self._records, self._pages]
-
-    def _sums(self) -> list[Tensor | int]:
-        """The arguments ``arrays`` of :mod:`torchrl_replay_ext.kernels.episodes`."""
-        places = [self._position, self.num_lanes, self.span, self._lane_total]
-        records = [self.episode, self._start, self._finished, self._updated_at, *self._totals.tensors()]
-        return [*self._tree.arrays(), *places, *records]
-
-    def arrays(self, generation: Tensor) -> list[Tensor | int]:
+    def arrays(self, generation: Array) -> list[Any]:
         """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`.
 
         ``generation``, int64 [size]: number of the write that filled each slot.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.sum_tree import read_root
-from torchrl_replay_ext.kernels.ops import rank_find, rank_move, rank_rank_of, rank_rebuild
-from torchrl_replay_ext.kernels.rank_layout import BUCKETS, NEW, NOWHERE
-
-# A priority keeps 7 bits of its mantissa.
-_DROPPED_BITS = 16
+from torchrl_replay_ext.kernels.ops import Views, empty, rank_draw, rank_find, rank_move, rank_rank_of, rank_rebuild
+from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 
 class RankBuckets:
@@ -45,24 +44,23 @@ class RankBuckets:
         self._room = numbers(BUCKETS, torch.int32)
         self._counts = numbers(2 * BUCKETS, torch.int32)
         self._top = numbers(1, torch.int64)
-        self._new, self._nowhere = numbers(1, torch.int32, NEW), numbers(1, torch.int32, NOWHERE)
-
-    @property
-    def _arrays(self) -> list[Tensor]:
-        return [self._bucket, self._place, self._members, self._start, self._room, self._counts, self._top]
+        arrays = self._bucket, self._place, self._members, self._start, self._room, self._counts, self._top
+        self._views = Views(*arrays)
+        # the priorities of all new transitions, and of all that are removed
+        self._new, self._removed = numbers(1, torch.float32, -1), numbers(1, torch.float32) * math.nan
 
     @staticmethod
     def _bucket_of(priority: Tensor) -> Tensor:
         """The bucket of each priority, int32 [n]; the bits of positive floats are ordered like the floats."""
-        return torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> _DROPPED_BITS))
+        return torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> DROPPED_BITS))
 
     def insert(self, slots: Tensor) -> None:
         """Give new transitions in ``slots`` [n] the first ranks, the last one rank 0."""
-        rank_move(*self._arrays, slots.contiguous(), self._new)
+        rank_move(*self._views(), slots.contiguous(), self._new)
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n]."""
-        rank_move(*self._arrays, slots.contiguous(), self._nowhere)
+        rank_move(*self._views(), slots.contiguous(), self._removed)
 
     def update(self, slots: Tensor, priority: Tensor, *, kept: Tensor | None = None) -> None:
         """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`Distribution.update`.
@@ -70,19 +68,30 @@ class RankBuckets:
         A negative priority is that of a new transition. Rows that are not ``kept``, bool [n], are removed. Default:
         None, all are kept.
         """
-        bucket = self._bucket_of(priority.contiguous())
-        bucket = bucket if kept is None else torch.where(kept, bucket, NOWHERE)
-        rank_move(*self._arrays, slots.contiguous(), bucket)
+        priority = priority if kept is None else torch.where(kept, priority, math.nan)
+        rank_move(*self._views(), slots.contiguous(), priority.contiguous())
 
     def refresh(self) -> None:
         """Bring the ranks up to date before they are read."""
         if not self._bucket.is_cpu:
-            rank_rebuild(*self._arrays)
+            rank_rebuild(*self._views())
 
     def total(self) -> Tensor:
         """Number of transitions, int64 []."""
         # within limits also while another thread changes the counts
         return read_root(self._counts).to(torch.int64).clamp_(0, self._size)
+
+    def draw(self, u: Tensor, cumulative: Tensor, alpha: Tensor) -> tuple[Array, Array, Array]:
+        """Draw slots by rank^-alpha; see :func:`torchrl_replay_ext.kernels.rank.draw`.
+
+        Returns:
+            The slots, int64 [n]; rank^-alpha of each, float64 [n]; and that of the last rank, float64 [1].
+        """
+        _, _, members, start, _, counts, _ = self._views()
+        slots = empty(members, u.shape[0], torch.int64)
+        density, smallest = empty(members, u.shape[0], torch.float64), empty(members, 1, torch.float64)
+        rank_draw(members, start, counts, self._size, cumulative, alpha, u, slots, density, smallest)
+        return slots, density, smallest
 
     def find(self, rank: Tensor) -> Tensor:
         """The slot of each ``rank`` [n], int64 [n]; 0 if there are not so many transitions."""
@@ -101,7 +110,7 @@ class RankBuckets:
         self._bucket.fill_(NOWHERE)
         self._place.zero_()
         self._top.zero_()
-        rank_rebuild(*self._arrays)
+        rank_rebuild(*self._views())
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save; the rest follows from the priorities."""
@@ -123,7 +132,7 @@ class RankBuckets:
         origin = torch.searchsorted(ordered, torch.where(ordered == NEW, NEW + 1, ordered))
         self._place[order] = torch.arange(self._size, device=order.device) - origin
         self._top.fill_(self._size)
-        rank_rebuild(*self._arrays)
+        rank_rebuild(*self._views())
 
     def check_valid(self, priority: Tensor, stored: Tensor) -> None:
         """Raise AssertionError if the state is inconsistent; see :meth:`rebuild`. O(N)."""

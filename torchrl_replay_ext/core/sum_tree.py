@@ -105,20 +105,17 @@ class SumTree:
             self.leaves = self.leaves.new_zeros((num_pages + 1) * self.PAGE)
         # the smallest positive leaf below each node, or the largest int64; empty if not tracked
         self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
-        self._pages = self.leaves.new_empty(0) if page_table is None else page_table
-        self._views = Views(self.leaves, self.nodes, self.minima, self._pages)
+        self.pages = self.leaves.new_empty(0) if page_table is None else page_table
+        self._views = Views(self.leaves, self.nodes, self.minima, self.pages, capacity)
+        # what kernels read: leaves, nodes, pages, and the number of leaves
+        self.arrays = Views(self.leaves, self.nodes, self.pages, capacity)
         # the sum of all stored leaves must be below 2^62
         self.largest_mass = 2**62 // min(capacity, self.leaves.shape[0])
         self.max_supported_priority = float(self.largest_mass // self.UNIT)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the tree consists of."""
-        return [self.leaves, self.nodes, self.minima, self._pages]
-
-    def arrays(self) -> tuple[Array, Array, Array, int]:
-        """What kernels read: leaves, nodes, pages, and the number of leaves."""
-        leaves, nodes, _, pages = self._views()
-        return leaves, nodes, pages, self.capacity
+        return [self.leaves, self.nodes, self.minima, self.pages]
 
     @overload
     @classmethod
@@ -142,7 +139,7 @@ class SumTree:
         """Masses of the leaves ``index`` [n], int64 [n]; 0 outside [0, capacity)."""
         index = as_tensor(_numbers(index, self.leaves.device))
         mass = torch.empty_like(index)
-        tree_get(self.leaves, self._pages, self.capacity, index, mass)
+        tree_get(self.leaves, self.pages, self.capacity, index, mass)
         return mass
 
     def total(self) -> Tensor:
@@ -189,7 +186,7 @@ class SumTree:
             mass: int64 [n] or [1], or one number, >= 0.
         """
         device = self.leaves.device
-        tree_write(*self._views(), self.capacity, _numbers(index, device), _numbers(mass, device))
+        tree_write(*self._views(), _numbers(index, device), _numbers(mass, device))
 
     def write_power(self, index: Array, priority: Tensor, alpha: Tensor) -> None:
         """Set masses to priority^alpha without checking arguments.
@@ -199,7 +196,7 @@ class SumTree:
             priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)], contiguous.
             alpha: the exponent first, float64.
         """
-        tree_write_power(*self._views(), self.capacity, _numbers(index, self.leaves.device), priority, alpha)
+        tree_write_power(*self._views(), _numbers(index, self.leaves.device), priority, alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -275,7 +272,7 @@ class SumTree:
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        tree_rebuild(*self._views(), self.capacity)
+        tree_rebuild(*self._views())
 
     def check_valid(self) -> None:
         """Raise AssertionError if a mass is out of range, or a sum or a minimum does not agree with the leaves."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, read, scalar
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record
@@ -91,10 +91,12 @@ class WriteLog:
     @property
     def is_empty(self) -> bool:
         """True if there was no write since the log was created or cleared."""
-        if not self._has_writes:
-            # a graph that writes changes only num_writes
-            self._has_writes.set(self.num_writes.item() != self._cleared_at.item())
-        return not self._has_writes
+        if self._has_writes:
+            return False
+        # a graph that writes changes only num_writes
+        is_empty = self.num_writes.item() == self._cleared_at.item()
+        self._has_writes.set(not is_empty)
+        return is_empty
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
@@ -160,9 +162,9 @@ class WriteLog:
         """Count a draw of ``slots`` [n], whose updates are expected; rows of slot -1 are not counted."""
         self.drawn(slots, None, None, None, is_counted=True, is_stamped=False)
 
-    def next_number(self) -> int | Tensor:
-        """The number of the next write; int64 [] in graphs and on accelerators."""
-        return scalar(self.num_writes[0]) + 1
+    def next_number(self) -> Array:
+        """The number of the next write, int64 [1]."""
+        return self._views()[1] + 1
 
     def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
         """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.

@@ -14,7 +14,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView
-from torchrl_replay_ext.kernels.ops import rank_tabulate
+from torchrl_replay_ext.kernels.ops import Views, rank_tabulate
 
 # An annealed alpha is applied in steps of this size.
 STEP = 0.01
@@ -58,6 +58,7 @@ class RankBased(Distribution):
         # Σ_{r≤k} r^-alpha, and the alpha of this table
         self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
+        self._views = Views(self._cumulative, self._table_alpha)
         self._tabulate(alpha.tensor, 0.0)
         # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
         self._num_segments = 0
@@ -100,26 +101,25 @@ class RankBased(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         self._prepare()
-        num = self._ranks.total()
         draw_numbers = stratified_uniform if self._stratified else uniform
         u = draw_numbers(batch_size, device=self._device, generator=generator)
-        bounds = None
         if self._segments == "exact":
-            rank = torch.searchsorted(self._cumulative, u * self._mass_of(num), right=True)
-            rank = torch.minimum(rank, num - 1)
-            smallest = num.to(torch.float64) ** -self._table_alpha
+            slots, density, smallest = self._ranks.draw(u, *self._views())
         else:
-            self._num_segments = batch_size
-            bounds = begin, width = self._bounds(num, batch_size)
-            scaled = u * batch_size
-            segment = scaled.to(torch.int64).clamp_max(batch_size - 1)
-            rank = gather_in_bounds(begin, segment) + ((scaled - segment) * gather_in_bounds(width, segment)).to(
-                torch.int64
-            )
-            smallest = self._density(begin, bounds).amin()
+            slots, density, smallest = self._draw_piecewise(u)
+        return Draw(slots, density, None if self._weight_norm == "batch" else smallest)
+
+    def _draw_piecewise(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num, count = self._ranks.total(), u.shape[0]
+        self._num_segments = count
+        bounds = begin, width = self._bounds(num, count)
+        scaled = u * count
+        segment = scaled.to(torch.int64).clamp_max(count - 1)
+        within = (scaled - segment) * gather_in_bounds(width, segment)
+        rank = gather_in_bounds(begin, segment) + within.to(torch.int64)
         # if nothing can be drawn, the rank is -1, which finds slot 0
         density = self._density(rank.clamp_min(0), bounds) * (num > 0)
-        return Draw(self._ranks.find(rank), density, None if self._weight_norm == "batch" else smallest.reshape(1))
+        return self._ranks.find(rank), density, self._density(begin, bounds).amin().reshape(1)
 
     def _mass_of(self, num: Tensor) -> Tensor:
         """Σ_{r≤num} r^-alpha, float64 [1]."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import random_seed
+from torchrl_replay_ext.compilation import Array, random_seed
 from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.kernels.ops import reaper_draw
+from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw
 
 
 class Rejection:
@@ -30,12 +30,12 @@ class Rejection:
         self._acceptance = torch.zeros(
             2, 0 if tables is None else len(tables.counts), dtype=torch.float64, device=device
         )
-        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._none = self._zero[:0]
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._constants = Views(zero[:0].clone(), zero)
 
     def draw(
         self, batch_size: int, generator: torch.Generator | None, rows: tuple[Tensor, Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Array, Array]:
         """Draw leaves from Ψ, independently, each from the table of its row.
 
         One random number from ``generator`` determines all draws.
@@ -49,18 +49,17 @@ class Rejection:
         Returns:
             The leaves, int64 [B], and Ψ of each, float64 [B].
         """
-        leaves = self._tree.leaves
+        arrays, none, zero = self._tree.arrays(), *self._constants()
         if rows is None:
             self._tree.raise_if_empty()
-            rows = self._none, self._zero, self._tree.nodes[:1]
-        leaf = leaves.new_empty(batch_size)
-        density = leaves.new_empty(batch_size, dtype=torch.float64)
+            rows = none, zero, arrays[1][:1]
+        leaf, density = empty(none, batch_size, torch.int64), empty(none, batch_size, torch.float64)
         reaper_draw(
-            random_seed(leaves.device, generator),
-            *(part.contiguous() for part in rows),
+            random_seed(self._acceptance.device, generator),
+            *rows,
             self._reliability.exponent(),
-            self._none if self._tables is None else self._tables.slot_at,
-            *self._tree.arrays(),
+            none if self._tables is None else self._tables.slot_at,
+            *arrays,
             leaf,
             density,
             self._acceptance,

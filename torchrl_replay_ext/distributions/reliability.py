@@ -9,7 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import Array, scalar
+from torchrl_replay_ext.compilation import Array, as_array
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -60,9 +60,9 @@ class Reliability(WriteObserver):
             finished = terminated.to(torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
-            self._episodes.update(slots, SumTree.to_mass(priority), None)
+            self._episodes.update(slots, SumTree.to_mass(as_array(priority)), None)
             return
-        self._episodes.write(slots, SumTree.to_mass(scalar(priority)), self._log.next_number(), marks, finished)
+        self._episodes.write(slots, SumTree.to_mass(as_array(priority)), self._log.next_number(), marks, finished)
 
     def remove(self, slots: Tensor) -> None:
         self._episodes.remove(slots)
@@ -72,7 +72,7 @@ class Reliability(WriteObserver):
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, SumTree.to_mass(priority), self._log.num_writes[0])
+        self._episodes.update(slots, SumTree.to_mass(as_array(priority)), self._log.num_writes)
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""
@@ -86,9 +86,9 @@ class Reliability(WriteObserver):
         """ω as kernels take it."""
         return self.omega.views()[0]
 
-    def arrays(self) -> list[Tensor | int]:
+    def arrays(self) -> list[Array]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
-        return self._episodes.arrays(self._log.generation)
+        return self._episodes.arrays(self._log.arrays()[0])
 
     @property
     def max_supported_priority(self) -> float:

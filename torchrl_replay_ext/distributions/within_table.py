@@ -21,7 +21,7 @@ from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
 from torchrl_replay_ext.distributions.rank import STEP, check_alpha
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
-from torchrl_replay_ext.kernels.ops import events_mixture, rank_tabulate
+from torchrl_replay_ext.kernels.ops import as_tensor, events_mixture, rank_tabulate
 
 
 class Uniform(WriteObserver):
@@ -189,14 +189,12 @@ class ByRank(Uniform):
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         u = uniform(table.shape[0], device=table.device, generator=generator)
-        position, rank_in_table, totals = torch.zeros_like(table), torch.full_like(table, -1), self._totals()
+        position, density = torch.zeros_like(table), torch.zeros_like(u)
         for number, (ranks, begin) in enumerate(zip(self._ranks, self._begins, strict=True)):
-            rank = torch.searchsorted(self._cumulative, u * totals[number], right=True)
-            rank = torch.minimum(rank, ranks.total() - 1)
-            found = ranks.find(rank) + begin
-            position = where_int64(table == number, found, position)
-            rank_in_table = where_int64(table == number, rank, rank_in_table)
-        return position, self._mass(rank_in_table), totals
+            found, of_found, _ = map(as_tensor, ranks.draw(u, self._cumulative, self._table_alpha))
+            position = where_int64(table == number, found + begin, position)
+            density = torch.where(table == number, of_found, density)
+        return position, density, self._totals()
 
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         positions, result = self._view.positions(slots), per_mass.new_zeros(slots.shape[0])
@@ -259,7 +257,7 @@ class ByReliability(ByPriority):
     def draw(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        position, mass = self._rejection.draw(table.shape[0], generator, (table, low, total))
+        position, mass = map(as_tensor, self._rejection.draw(table.shape[0], generator, (table, low, total)))
         return position, mass, total * self._rejection.acceptance()
 
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
-from torchrl_replay_ext.kernels.tree import put, refresh_maximum
+from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
 
 _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
@@ -151,15 +151,21 @@ def update(slots, mass, number, *arrays):
     """
     leaves, nodes, pages, capacity, _, _, _, lane_total = arrays[:8]
     episode, start_of, _, updated_at, totals, maxima = arrays[8:]
-    none = start_of.shape[0] - 1
-    for row in range(slots.shape[0]):
-        slot = slots[row]
-        if slot < 0 or slot >= episode.shape[0] or episode[slot] < 0 or episode[slot] >= none:
-            continue
-        record, position = np.int64(episode[slot]), _position_of(slot, arrays)
-        change = put(leaves, nodes, pages, capacity, position, mass[min(row, mass.shape[0] - 1)])
-        totals[record] += change
-        lane_total[_lane_of(position, arrays)] += change
-        refresh_maximum(totals, maxima, none + 1, record)
-        if number.shape[0] > 0:
-            updated_at[record] = number[0]
+    none, count = start_of.shape[0] - 1, slots.shape[0]
+    record, position, change = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    for row in range(count):
+        slot = min(max(slots[row], 0), episode.shape[0] - 1)
+        record[row], position[row] = np.int64(episode[slot]), _position_of(slot, arrays)
+        if slot != slots[row] or record[row] < 0 or record[row] >= none:
+            position[row] = -1
+        change[row] = mass[min(row, mass.shape[0] - 1)]
+    write_all(leaves, nodes, nodes[:0], pages, capacity, position, change)
+    for row in range(count):
+        if position[row] >= 0:
+            totals[record[row]] += change[row]
+            lane_total[_lane_of(position[row], arrays)] += change[row]
+            if number.shape[0] > 0:
+                updated_at[record[row]] = number[0]
+    for row in range(count):
+        if position[row] >= 0:
+            refresh_maximum(totals, maxima, none + 1, record[row])

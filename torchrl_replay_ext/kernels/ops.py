@@ -7,7 +7,7 @@ To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -87,27 +87,30 @@ class Kernel:
 
 
 class Views:
-    """Tensors of a state as kernels take them: in eager code on the CPU as NumPy arrays, which are made only once.
+    """A state as kernels take it: in eager code on the CPU tensors become NumPy arrays, which are made only once.
 
     Args:
-        *tensors: the tensors, which stay the same objects; their memory may move, for example to be shared.
+        *parts: tensors, which stay the same objects, and numbers. The memory of a tensor may move, for example to be
+            shared. The first part is a tensor.
     """
 
-    def __init__(self, *tensors: Tensor):
-        self._tensors, self._addresses = [*tensors], [0]
+    def __init__(self, *parts: Tensor | int):
+        self._parts, self._tensors = [*parts], [each for each in parts if isinstance(each, Tensor)]
+        self._addresses: list[int] = []
         self._arrays: list[Any] = []
 
-    def __call__(self) -> Sequence[Any]:
-        """The tensors or arrays."""
+    def __call__(self) -> list[Any]:
+        """The parts, tensors perhaps as arrays."""
         if torch.compiler.is_dynamo_compiling() or not self._tensors[0].is_cpu:
-            return self._tensors
+            return self._parts
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
-            self._arrays, self._addresses = [tensor.numpy() for tensor in self._tensors], addresses
+            self._arrays = [each.numpy() if isinstance(each, Tensor) else each for each in self._parts]
+            self._addresses = addresses
         return self._arrays
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_addresses": [0], "_arrays": []}
+        return {**vars(self), "_addresses": [], "_arrays": []}
 
 
 def empty(like: Any, count: int, dtype: torch.dtype) -> Any:
@@ -205,7 +208,12 @@ slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leav
 _RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
 _RANK += "Tensor(f!) counts, Tensor(g!) top"
 
-rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor to")
+rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor d")
+rank_draw = Kernel(
+    "rank.draw",
+    "Tensor members, Tensor start, Tensor counts, int size, Tensor cumulative, Tensor alpha, Tensor u, "
+    "Tensor(a!) slot, Tensor(b!) density, Tensor(c!) smallest",
+)
 rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
 rank_rank_of = Kernel(

@@ -6,8 +6,10 @@ arrays hold, also while another thread changes them.
 
 from __future__ import annotations
 
+import numpy as np
+
 from torchrl_replay_ext.kernels.loop import loop, part
-from torchrl_replay_ext.kernels.rank_layout import BITS, BUCKETS, FIRST, NEW, NOWHERE
+from torchrl_replay_ext.kernels.rank_layout import BITS, BUCKETS, DROPPED_BITS, FIRST, NEW, NOWHERE
 
 
 @part
@@ -76,23 +78,28 @@ def _take_out(s, bucket, place, members, start, counts):
 
 
 @loop
-def move(bucket, place, members, start, room, counts, top, slots, to):
-    """Move ``slots`` [n], in order, to the ends of the buckets ``to``, [n], or [1] for all rows.
+def move(bucket, place, members, start, room, counts, top, slots, d):
+    """Move ``slots`` [n], in order, to the ends of the buckets of their priorities ``d``, [n], or [1] for all rows.
 
-    Only the last of duplicates counts: until it is put in its bucket, the slot is marked with the number of its row.
+    A negative d is that of a new transition; slots with the d NaN are removed. Only the last of duplicates counts:
+    until it is put in its bucket, the slot is marked with the number of its row.
     """
+    _read_ahead(bucket, place, members, start, slots)
+    bits = d.view(np.int32)
     for row in range(slots.shape[0] - 1, -1, -1):
         s = slots[row]
         if 0 <= s < bucket.shape[0] and bucket[s] >= NOWHERE:
             _take_out(s, bucket, place, members, start, counts)
             bucket[s] = NOWHERE - 1 - row
     for row in range(slots.shape[0]):
-        s, b = slots[row], to[min(row, to.shape[0] - 1)]
+        s, each = slots[row], min(row, d.shape[0] - 1)
         if s < 0 or s >= bucket.shape[0] or bucket[s] != NOWHERE - 1 - row:
             continue
         bucket[s] = NOWHERE
-        if b < 0 or b >= BUCKETS:
+        if np.isnan(d[each]):
             continue
+        # the bits of positive floats are ordered like the floats
+        b = NEW if d[each] < 0 else min(max(BUCKETS - 1 - (bits[each] >> DROPPED_BITS), NEW + 1), BUCKETS - 1)
         count = counts[BUCKETS + b]
         if count >= room[b]:
             first, wanted = top[0], 2 * count + 4
@@ -109,9 +116,21 @@ def move(bucket, place, members, start, room, counts, top, slots, to):
         _count(b, 1, counts)
 
 
-@loop
-def find(members, start, counts, size, rank, slot):
-    """Find the slots of the ranks ``rank`` [n], counted from 0; slot 0 if there are not so many transitions."""
+@part
+def _read_ahead(bucket, place, members, start, slots):
+    """Read what the loops after it need, without branches, so that the cache misses of the rows overlap."""
+    size = bucket.shape[0]
+    at = np.empty(slots.shape[0], np.int64)
+    for row in range(slots.shape[0]):
+        s = min(max(slots[row], 0), size - 1)
+        b = min(max(bucket[s], 0), BUCKETS - 1)
+        at[row] = _at(b, _signed(b, place[s]), start, members)
+    for row in range(slots.shape[0]):
+        at[row] = members[at[row]]
+
+
+@part
+def _find(members, start, counts, size, rank, slot):
     for row in range(rank.shape[0]):
         slot[row] = 0
         rest = rank[row]
@@ -127,8 +146,52 @@ def find(members, start, counts, size, rank, slot):
                 break
             node <<= BITS
         b = node - BUCKETS
-        member = members[_at(b, _mirror(b, rest, counts[node]), start, members)]
-        slot[row] = min(max(member, 0), size - 1)
+        slot[row] = _at(b, _mirror(b, rest, counts[node]), start, members)
+    for row in range(rank.shape[0]):
+        if 0 <= rank[row] < counts[0]:
+            slot[row] = min(max(members[min(slot[row], members.shape[0] - 1)], 0), size - 1)
+
+
+@loop
+def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smallest):
+    """Draw slots with probabilities in proportion to rank^-alpha.
+
+    Args:
+        members: see ``rank_layout``.
+        start: likewise.
+        counts: likewise.
+        size: number of slots.
+        cumulative: Σ_{r≤k} r^-alpha for k = 1, 2, …
+        alpha: the exponent first.
+        u: where each row lies among the sums, in [0, 1), float64 [n].
+        slot: the slots, int64 [n]; 0 if nothing can be drawn.
+        density: rank^-alpha of each, float64 [n]; 0 if nothing can be drawn.
+        smallest: that of the last rank, float64 [1].
+    """
+    count = min(np.int64(counts[0]), cumulative.shape[0])
+    total = cumulative[count - 1] if count > 0 else 0.0
+    rank = np.zeros(u.shape[0], np.int64)
+    step = 1
+    while 2 * step <= count:
+        step *= 2
+    # the first rank whose sum exceeds the target; all rows halve their ranges together
+    while step > 0:
+        for row in range(u.shape[0]):
+            middle = rank[row] + step - 1
+            is_passed = middle < count and cumulative[min(middle, cumulative.shape[0] - 1)] <= u[row] * total
+            rank[row] += step if is_passed else 0
+        step //= 2
+    for row in range(u.shape[0]):
+        rank[row] = min(rank[row], count - 1)
+        density[row] = (rank[row] + 1.0) ** -alpha[0] if count > 0 else 0.0
+    smallest[0] = max(count, 1) ** -alpha[0]
+    _find(members, start, counts, size, rank, slot)
+
+
+@loop
+def find(members, start, counts, size, rank, slot):
+    """Find the slots of the ranks ``rank`` [n], counted from 0; slot 0 if there are not so many transitions."""
+    _find(members, start, counts, size, rank, slot)
 
 
 @loop

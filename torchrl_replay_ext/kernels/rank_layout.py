@@ -13,5 +13,7 @@ BUCKETS = 1 << 15
 # the bucket of slots without a transition, and that of transitions that were never updated
 NOWHERE, NEW = -1, 0
 BITS = 4
+# a priority keeps 7 bits of its mantissa
+DROPPED_BITS = 16
 # the first entry of ``counts`` below entry 0
 FIRST = BUCKETS >> 3 * BITS

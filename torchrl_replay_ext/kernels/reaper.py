@@ -22,29 +22,53 @@ LAST = 2**31
 
 
 @part
-def _sum_between(leaves, nodes, pages, capacity, first, end):
-    """The sum of the leaves from ``first`` to ``end`` - 1."""
-    first = min(max(first, 0), capacity)
-    end = min(max(end, first), capacity)
-    total, is_one_block = 0, first >> BITS == end >> BITS
-    place = place_of(first & -CHILDREN, leaves, pages)
-    for k in range(first & (CHILDREN - 1), end & (CHILDREN - 1) if is_one_block else CHILDREN):
-        total += leaves[place + k]
-    if not is_one_block:
-        place = place_of(end & -CHILDREN, leaves, pages)
-        for k in range(end & (CHILDREN - 1)):
-            total += leaves[place + k]
-    last, begin = capacity - 1, nodes.shape[0]
-    while begin > 0 and not is_one_block:
-        first, end, last = (first >> BITS) + 1, end >> BITS, last >> BITS
-        begin -= CHILDREN * ((last >> BITS) + 1)
-        is_one_block = first >> BITS == end >> BITS
-        for k in range(first, end if is_one_block else (first | (CHILDREN - 1)) + 1):
-            total += nodes[begin + k]
-        if not is_one_block:
-            for k in range(end & -CHILDREN, end):
-                total += nodes[begin + k]
+def _sum_of(entries, begin, first, end):
+    """The sum of the entries ``first`` to ``end`` - 1 of 16; without branches, which takes less time."""
+    total, block = 0, entries[begin : begin + CHILDREN]
+    for k in range(CHILDREN):
+        value = block[k]
+        total += value if (k >= first) & (k < end) else 0
     return total
+
+
+@part
+def _sums_between(leaves, nodes, pages, capacity, first, end, total):
+    """Set ``total`` [n] to the sums of the leaves from ``first`` to ``end`` - 1; changes ``first`` and ``end``."""
+    rows, count = np.empty(first.shape[0], np.int64), 0
+    for row in range(first.shape[0]):
+        first[row] = min(max(first[row], 0), capacity)
+        end[row] = min(max(end[row], first[row]), capacity)
+        # reads ahead without branches, so that the cache misses of the rows overlap
+        total[row] = 0
+        for each in (first[row], end[row]):
+            place = place_of(min(each, capacity - 1) & -CHILDREN, leaves, pages)
+            total[row] += leaves[np.uint64(place)] + leaves[np.uint64(place + CHILDREN // 2)]
+    for row in range(first.shape[0]):
+        is_one_block = first[row] >> BITS == end[row] >> BITS
+        inner, last = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
+        place = place_of(min(first[row], capacity - 1) & -CHILDREN, leaves, pages)
+        total[row] = _sum_of(leaves, place, inner, last if is_one_block else CHILDREN)
+        if not is_one_block:
+            place = place_of(min(end[row], capacity - 1) & -CHILDREN, leaves, pages)
+            total[row] += _sum_of(leaves, place, 0, last)
+            rows[count] = row
+            count += 1
+    below, begin = capacity - 1, nodes.shape[0]
+    while begin > 0 and count > 0:
+        below >>= BITS
+        begin -= CHILDREN * ((below >> BITS) + 1)
+        left, count = count, 0
+        for k in range(left):
+            row = rows[k]
+            first[row], end[row] = (first[row] >> BITS) + 1, end[row] >> BITS
+            is_one_block = first[row] >> BITS == end[row] >> BITS
+            inner, last = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
+            place = begin + (min(first[row], below) & -CHILDREN)
+            total[row] += _sum_of(nodes, place, inner, last if is_one_block else CHILDREN)
+            if not is_one_block:
+                total[row] += _sum_of(nodes, begin + (min(end[row], below) & -CHILDREN), 0, last)
+                rows[count] = row
+                count += 1
 
 
 @part
@@ -59,7 +83,7 @@ def _part_of_episode(
     record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
     whole = totals[record] if is_finished[record] else largest
     if generation[slot] > updated_at[record] or whole <= 0:
-        return 0, 0, -1, 0
+        whole = 0
     position = slot % num_lanes * span + slot // num_lanes
     if position_of.shape[0] > 0:
         position = np.int64(position_of[slot])
@@ -76,19 +100,19 @@ def reliability(
     episode, start_of, is_finished, updated_at, totals, maxima, least_largest, generation,
 ):  # fmt: skip
     """R of ``slots`` [n], in [0, 1]; slots out of range are clamped."""
-    largest = max(maxima[0], least_largest)
-    for row in range(slots.shape[0]):
+    count, largest = slots.shape[0], max(maxima[0], least_largest)
+    first, end, total = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    lane, whole = np.empty(count, np.int64), np.empty(count, np.int64)
+    for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        first, end, lane, whole = _part_of_episode(
+        first[row], end[row], lane[row], whole[row] = _part_of_episode(
             slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
         )
-        if whole == 0:
-            result[row] = 1.0
-            continue
-        total = _sum_between(leaves, nodes, pages, capacity, first, end)
-        if lane >= 0:
-            total = lane_total[lane] - total
-        result[row] = min(max(total / whole, 0.0), 1.0)
+    _sums_between(leaves, nodes, pages, capacity, first, end, total)
+    for row in range(count):
+        if lane[row] >= 0:
+            total[row] = lane_total[lane[row]] - total[row]
+        result[row] = min(max(total[row] / whole[row], 0.0), 1.0) if whole[row] > 0 else 1.0
 
 
 @loop

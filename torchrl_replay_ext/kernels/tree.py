@@ -31,7 +31,7 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
     new = np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
         new[row] = mass[min(row, mass.shape[0] - 1)]
-    _write(leaves, nodes, minima, pages, capacity, index, new)
+    write_all(leaves, nodes, minima, pages, capacity, index, new)
 
 
 @loop
@@ -42,11 +42,11 @@ def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
         if row < d.shape[0]:
             mass = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
         new[row] = mass
-    _write(leaves, nodes, minima, pages, capacity, index, new)
+    write_all(leaves, nodes, minima, pages, capacity, index, new)
 
 
 @part
-def _write(leaves, nodes, minima, pages, capacity, index, change):
+def write_all(leaves, nodes, minima, pages, capacity, index, change):
     """Set the leaves ``index`` [n] to ``change`` [n], which holds the changes afterwards.
 
     Each level is one short loop, so that the cache misses of the rows overlap.

@@ -52,7 +52,7 @@ class StoredRows:
         """One number per row, [n]. If the entry is missing: None, or KeyError if ``why`` says why it is required."""
         if self._storage is None:
             raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {key!r}.")
-        column = stored_tensordict(self.owner, self._storage).get(key, None)
+        (column,) = _torchrl.entries_of(stored_tensordict(self.owner, self._storage), [key])
         if column is None:
             if why is None:
                 return None

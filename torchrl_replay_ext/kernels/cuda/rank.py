@@ -16,9 +16,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.tree import jit
-from torchrl_replay_ext.kernels.rank_layout import BUCKETS, NEW, NOWHERE
+from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
-_BUCKETS, _NEW, _NOWHERE = tl.constexpr(BUCKETS), tl.constexpr(NEW), tl.constexpr(NOWHERE)
+_NEW = tl.constexpr(NEW)
 # larger than all places
 _MARK = tl.constexpr(2**62)
 _ROWS = 256
@@ -39,7 +39,6 @@ def _move(bucket, place, top, slots, to, count, size, is_one: tl.constexpr, num_
         valid = (slot >= 0) & (slot < size)
         wins = valid & (tl.load(place + slot, mask=valid, other=0) == rows.to(tl.int64) + _MARK)
         target = tl.load(to + (0 if is_one else 1) * rows, mask=wins, other=0)
-        target = tl.where((target >= 0) & (target < _BUCKETS), target, _NOWHERE)
         change = number + rows + 1
         tl.debug_barrier()
         tl.store(bucket + slot, target, mask=wins)
@@ -69,12 +68,14 @@ def _rank_of(bucket, members, size, slots, rank, count, num_rows: tl.constexpr):
 
 def move(
     bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room: Tensor, counts: Tensor, top: Tensor,
-    slots: Tensor, to: Tensor,
+    slots: Tensor, d: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     count = slots.shape[0]
     if count:
         rows = min(_ROWS, triton.next_power_of_2(count))
+        to = torch.where(d < 0, NEW, (BUCKETS - 1 - (d.view(torch.int32) >> DROPPED_BITS)).clamp(NEW + 1, BUCKETS - 1))
+        to = torch.where(d.isnan(), NOWHERE, to)
         _move[(1,)](bucket, place, top, slots, to, count, bucket.shape[0], is_one=len(to) == 1, num_rows=rows)
 
 
@@ -86,6 +87,19 @@ def rebuild(bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room:
     members[:size] = order
     members[size : 2 * size].scatter_(0, order, torch.arange(size, dtype=torch.int32, device=order.device))
     counts[:1] = stored.sum()
+
+
+def draw(
+    members: Tensor, start: Tensor, counts: Tensor, size: int, cumulative: Tensor, alpha: Tensor, u: Tensor,
+    slot: Tensor, density: Tensor, smallest: Tensor,
+) -> None:  # fmt: skip
+    """See the loop of the same name."""
+    count = counts[:1].to(torch.int64).clamp(0, len(cumulative))
+    total = cumulative.index_select(0, (count - 1).clamp_min(0))
+    rank = torch.minimum(torch.searchsorted(cumulative, u * total, right=True), count - 1)
+    density.copy_((rank + 1).to(torch.float64) ** -alpha[:1] * (count > 0))
+    smallest.copy_(count.clamp_min(1).to(torch.float64) ** -alpha[:1])
+    find(members, start, counts, size, rank, slot)
 
 
 def find(members: Tensor, start: Tensor, counts: Tensor, size: int, rank: Tensor, slot: Tensor) -> None:
