@@ -132,7 +132,7 @@ def _read_ahead(bucket, place, members, start, slots):
 @part
 def _find(members, start, counts, size, rank, slot):
     for row in range(rank.shape[0]):
-        slot[row] = 0
+        slot[row] = -1
         rest = rank[row]
         if rest < 0 or rest >= counts[0]:
             continue
@@ -148,8 +148,9 @@ def _find(members, start, counts, size, rank, slot):
         b = node - BUCKETS
         slot[row] = _at(b, _mirror(b, rest, counts[node]), start, members)
     for row in range(rank.shape[0]):
-        if 0 <= rank[row] < counts[0]:
-            slot[row] = min(max(members[min(slot[row], members.shape[0] - 1)], 0), size - 1)
+        # counts may differ by now
+        member = members[slot[row]] if slot[row] >= 0 else 0
+        slot[row] = min(max(member, 0), size - 1)
 
 
 @loop
