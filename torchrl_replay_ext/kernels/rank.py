@@ -44,8 +44,9 @@ def _lay_out(bucket, place, members, start, room, counts, top, needed):
     """Give each bucket in use, and the bucket ``needed``, a block with space for half as many more transitions."""
     counts[:] = 0
     for s in range(bucket.shape[0]):
-        if 0 <= bucket[s] < BUCKETS:
-            counts[BUCKETS + bucket[s]] += 1
+        b = bucket[s]
+        if 0 <= b < BUCKETS:
+            counts[BUCKETS + b] += 1
     for node in range(2 * BUCKETS - 1, 0, -1):
         counts[node >> BITS] += counts[node]
     top[0] = 0
@@ -55,8 +56,9 @@ def _lay_out(bucket, place, members, start, room, counts, top, needed):
         room[b] = count + (count >> 1) + 2 if count > 0 or b == needed else 0
         top[0] += room[b]
     for s in range(bucket.shape[0]):
-        if 0 <= bucket[s] < BUCKETS:
-            members[_at(bucket[s], _signed(bucket[s], place[s]), start, members)] = s
+        b = bucket[s]
+        if 0 <= b < BUCKETS:
+            members[_at(b, _signed(b, place[s]), start, members)] = s
 
 
 @loop
