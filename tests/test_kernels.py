@@ -194,6 +194,7 @@ class RowState:
         self.draws, self.counts = torch.zeros(SLOTS, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
         self.largest, self.limit = torch.ones(1).double(), torch.full((1,), LIMIT).double()
         self.written, self.priority = [0] * SLOTS, [0.0] * SLOTS
+        self.tree, self.updated = SumTree(SLOTS, track_min=True), set[int]()
         self.last, self.waiting, self.before, self.late = ([0] * SLOTS for _ in range(4))
         self.greatest, self.dropped, self.rejected, self.drawn, self.writes = 1.0, 0, 0, 0, 0
 
@@ -223,6 +224,7 @@ class RowState:
                 continue
             self.written[slot] = self.writes * stays
             self.priority[slot] = -self.greatest * stays
+            self.updated.discard(slot)
             late = self.late[slot] * (self.drawn - self.before[slot] <= reasons.WINDOW)
             late += self.waiting[slot] * (self.drawn - self.last[slot] <= reasons.WINDOW)
             self.before[slot] = self.last[slot] or self.before[slot]
@@ -230,9 +232,10 @@ class RowState:
 
     def update(self, slots, error, stamp, real, *, squared, refuses, is_own, eps=0.01, least=0.1):
         kept, kept_d, result = torch.empty_like(slots), torch.empty_like(error), torch.zeros(2, dtype=torch.int64)
-        state = self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
-        settings = eps, least, squared, refuses, is_own
-        self.run(ops.rows_update, self.generation, slots, error, stamp, real, *state, *settings, kept, kept_d, result)
+        state = self.generation, self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
+        tree = *self.tree.views(), torch.tensor([0.6], dtype=torch.float64)
+        given = slots, error, stamp, real, True, refuses, is_own
+        self.run(ops.rows_update, *state, eps, least, squared, *tree, *given, kept, kept_d, result)
         known = [bool(r) for r in real.tolist()] if len(real) else [True] * len(slots)
         stamps = stamp.tolist() if len(stamp) else None
         rows = [i for i in range(len(slots)) if known[i] and (stamps is None or stamps[i] >= 0)]
@@ -267,6 +270,8 @@ class RowState:
                 self.greatest = max(self.greatest, priority[i])
         for at, value in expected.items():
             self.priority[at] = value
+        # rows that are written later keep their masses here
+        self.updated |= expected.keys()
         found = {at: value for at, value in zip(kept.tolist(), kept_d.tolist(), strict=True) if at >= 0}
         assert len(found) == int((kept >= 0).sum()) and found == pytest.approx(expected, rel=1e-6)
         assert result[0] == 0
@@ -274,6 +279,9 @@ class RowState:
 
     def check(self):
         assert self.generation.tolist() == self.written
+        self.tree.check_valid()
+        masses = SumTree.to_mass(self.d.abs().double() ** 0.6)
+        assert all(abs(int(self.tree.leaves[at] - masses[at])) <= 1 for at in self.updated)
         assert self.d.tolist() == pytest.approx(self.priority, rel=1e-6)
         assert float(self.largest) == pytest.approx(self.greatest, rel=1e-6)
         assert self.counts.tolist() == [self.dropped, self.rejected]

@@ -10,8 +10,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
+from torchrl_replay_ext.kernels.ops import Views
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -48,19 +47,21 @@ class Priorities:
         within_buffer: bool,
         min_priority: float = 0.0,
     ):
-        self.eps, self.td_error, self.within_buffer, self._smallest = eps, td_error, within_buffer, min_priority
+        self.eps, self.td_error, self.within_buffer, self.smallest = eps, td_error, within_buffer, min_priority
         # d of each slot, float32; negative if the transition was never updated
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         self._views = Views(self.of_slot, self.largest)
+        # the largest d of the rows of updates; within the buffer it is that of the tree of updated transitions
+        self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 
     @property
     def _first(self) -> float:
         """The priority of new transitions before the first update."""
-        return max(1.0, self._smallest)
+        return max(1.0, self.smallest)
 
     def default_td_error(self) -> float:
         """The TD error that gives the priority of a new transition."""
@@ -79,65 +80,6 @@ class Priorities:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
-
-    def update(
-        self,
-        slots: Tensor,
-        error: Tensor,
-        stamp: Tensor | None,
-        real: Tensor | None,
-        log: WriteLog,
-        counts: Array,
-        limit: Array,
-        *,
-        refuses: bool,
-        is_own: bool,
-    ) -> tuple[Array, Array, Array]:
-        """Set d of the rows of an update, see :func:`torchrl_replay_ext.kernels.rows.update`.
-
-        Args:
-            slots: int64 [n]; also for the others see there.
-            error: TD errors.
-            stamp: generations at the draw; None: not known.
-            real: False for padding; None: all rows are real.
-            log: the generations and draws of the slots.
-            counts: numbers of late and of invalid rows.
-            limit: the largest allowed priority.
-            refuses: whether invalid rows refuse the update.
-            is_own: whether the rows are those of the last write.
-
-        Returns:
-            The slots that were updated, each once, and -1 in other rows, int64 [n]; their d, float32 [n]; and why the
-            update is refused, or 0, with the first such row or the number of slots, int64 [2].
-        """
-        generation, draws, num_draws, nothing = log.arrays()
-        d, largest = self.arrays()
-        count = slots.shape[0]
-        kept, kept_d = empty(generation, count, torch.int64), empty(generation, count, torch.float32)
-        result = empty(generation, 2, torch.int64)
-        rows_update(
-            generation,
-            slots,
-            error,
-            nothing if stamp is None else stamp,
-            nothing if real is None else real,
-            draws,
-            num_draws,
-            d,
-            # within the buffer, the largest d is that of the tree of updated transitions
-            self.largest.clone() if self.within_buffer else largest,
-            counts,
-            limit,
-            self.eps,
-            self._smallest,
-            self.td_error == "squared",
-            refuses,
-            is_own,
-            kept,
-            kept_d,
-            result,
-        )
-        return kept, kept_d, result
 
     def arrays(self) -> Sequence[Array]:
         """What kernels read: d of each slot, and the largest one."""
@@ -174,7 +116,7 @@ class Priorities:
 
     def rebuild(self) -> None:
         """Recompute the largest priority after :meth:`tensors` were replaced."""
-        self.largest.clamp_min_(self._smallest)
+        self.largest.clamp_min_(self.smallest)
         if self._updated is not None:
             self._updated.leaves.zero_()
             self._updated.rebuild_()

@@ -106,7 +106,8 @@ class SumTree:
         # the smallest positive leaf below each node, or the largest int64; empty if not tracked
         self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
         self.pages = self.leaves.new_empty(0) if page_table is None else page_table
-        self._views = Views(self.leaves, self.nodes, self.minima, self.pages, capacity)
+        # what kernels change: leaves, nodes, minima, pages, and the number of leaves
+        self.views = Views(self.leaves, self.nodes, self.minima, self.pages, capacity)
         # what kernels read: leaves, nodes, pages, and the number of leaves
         self.arrays = Views(self.leaves, self.nodes, self.pages, capacity)
         # the sum of all stored leaves must be below 2^62
@@ -150,10 +151,6 @@ class SumTree:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
         return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else read_root(self.minima)
 
-    def smallest(self) -> Array:
-        """:meth:`min` as kernels take it: the first of some numbers."""
-        return self._views()[2]
-
     def update(self, index: Tensor, priority: Tensor) -> None:
         """Set the priorities of some leaves.
 
@@ -186,7 +183,7 @@ class SumTree:
             mass: int64 [n] or [1], or one number, >= 0.
         """
         device = self.leaves.device
-        tree_write(*self._views(), _numbers(index, device), _numbers(mass, device))
+        tree_write(*self.views(), _numbers(index, device), _numbers(mass, device))
 
     def write_power(self, index: Array, priority: Tensor, alpha: Tensor) -> None:
         """Set masses to priority^alpha without checking arguments.
@@ -196,7 +193,7 @@ class SumTree:
             priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)], contiguous.
             alpha: the exponent first, float64.
         """
-        tree_write_power(*self._views(), _numbers(index, self.leaves.device), priority, alpha)
+        tree_write_power(*self.views(), _numbers(index, self.leaves.device), priority, alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -235,24 +232,23 @@ class SumTree:
         draw_numbers = stratified_uniform if stratified else uniform
         return draw_numbers(num, device=self.leaves.device, generator=generator)
 
-    def raise_if_empty(self) -> None:
-        """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators."""
-        nodes = self._views()[1]
+    def raise_if_empty(self, nodes: Array) -> None:
+        """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators. ``nodes``: of the views."""
         if isinstance(nodes, np.ndarray) and nodes[0] == 0:
             raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
-        leaf, mass = self.walk(u.contiguous())
+        leaf, mass, _ = self.walk(u.contiguous())
         return as_tensor(leaf), as_tensor(mass)
 
-    def walk(self, u: Tensor) -> tuple[Array, Array]:
-        """:meth:`draw` with results as kernels take them; ``u`` is contiguous."""
-        self.raise_if_empty()
-        arrays = self.arrays()
-        leaf, mass = (empty(arrays[0], u.shape[0], torch.int64) for _ in range(2))
-        tree_draw(*arrays, u, leaf, mass)
-        return leaf, mass
+    def walk(self, u: Tensor) -> tuple[Array, Array, Array]:
+        """:meth:`draw`, ``u`` is contiguous. The results, and the minima, are as kernels take them."""
+        leaves, nodes, minima, pages, capacity = self.views()
+        self.raise_if_empty(nodes)
+        leaf, mass = empty(leaves, u.shape[0], torch.int64), empty(leaves, u.shape[0], torch.int64)
+        tree_draw(leaves, nodes, pages, capacity, u, leaf, mass)
+        return leaf, mass, minima
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
@@ -272,7 +268,7 @@ class SumTree:
 
     def rebuild_(self) -> None:
         """Recompute all sums from the leaves."""
-        tree_rebuild(*self._views())
+        tree_rebuild(*self.views())
 
     def check_valid(self) -> None:
         """Raise AssertionError if a mass is out of range, or a sum or a minimum does not agree with the leaves."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, read
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record
@@ -40,21 +40,6 @@ class RingWrite(NamedTuple):
     cursor: int
 
 
-class Flag:
-    """A truth value that processes can share. It is on the CPU, where reading is cheap."""
-
-    def __init__(self):
-        self._tensor = torch.zeros(1, dtype=torch.bool, device="cpu")
-        self._views = Views(self._tensor)
-
-    def __bool__(self) -> bool:
-        return bool(self._views()[0][0])
-
-    def set(self, value: bool) -> None:
-        """Change the value."""
-        self._views()[0][0] = value
-
-
 class WriteLog:
     """Records the writes to a buffer: the ring position and the generation of each slot.
 
@@ -77,13 +62,14 @@ class WriteLog:
         self.num_draws = torch.zeros(1, dtype=torch.int64, device=device)
         nothing = (torch.empty(0, dtype=kind, device=device) for kind in (torch.float64, torch.float32, torch.int64))
         state = self.generation, self.num_writes, self.draws, self.num_draws
-        self._views = Views(*state, self.draws[:0].clone(), *nothing)
+        # what kernels take: these, and the empty arrays that stand for draws, numbers, weights and stamps
+        self.views = Views(*state, self.draws[:0].clone(), *nothing)
         # the step of the ring at which the last write that the sampler was notified of ended
         self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
         self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._has_writes = Flag()
+        self._has_writes = torch.zeros(1, dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
         self._written: Array | None = None
@@ -91,29 +77,23 @@ class WriteLog:
     @property
     def is_empty(self) -> bool:
         """True if there was no write since the log was created or cleared."""
-        if self._has_writes:
+        if self._has_writes.item():
             return False
         # a graph that writes changes only num_writes
         is_empty = self.num_writes.item() == self._cleared_at.item()
-        self._has_writes.set(not is_empty)
+        self._has_writes.fill_(not is_empty)
         return is_empty
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
 
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
-        """What kernels of updates read: the generations, the draws and their number; and no stamps."""
-        generation, _, draws, num_draws, no_draws, *_, no_stamps = self._views()
-        # a graph has draws only where they are stamped
-        return generation, no_draws if is_traced() else draws, num_draws, no_stamps
-
     def record(self, slots: Array, priority: Sequence[Array], *, stays: bool = True) -> None:
         """Register one write of ``slots`` [n], or their removal unless it ``stays``.
 
         ``priority``: the arrays of the priorities.
         """
-        generation, number, draws, num_draws, *_ = self._views()
+        generation, number, draws, num_draws, *_ = self.views()
         rows_record(generation, slots, stays, number, *priority, draws, num_draws)
         if not stays:
             self._announced = None
@@ -141,7 +121,7 @@ class WriteLog:
         Returns:
             Weights, float32 [n], and stamps, int64 [n]; None if not asked for.
         """
-        generation, _, draws, num_draws, no_draws, nothing, no_weights, no_stamps = self._views()
+        generation, _, draws, num_draws, no_draws, nothing, no_weights, no_stamps = self.views()
         count = slots.shape[0]
         weight = empty(generation, count, torch.float32) if density is not None and beta is not None else no_weights
         stamp = empty(generation, count, torch.int64) if is_stamped else no_stamps
@@ -164,7 +144,7 @@ class WriteLog:
 
     def next_number(self) -> Array:
         """The number of the next write, int64 [1]."""
-        return self._views()[1] + 1
+        return self.views()[1] + 1
 
     def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
         """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.
@@ -244,7 +224,7 @@ class WriteLog:
         self._make_draws_late()
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
-        self._has_writes.set(False)
+        self._has_writes.fill_(False)
         self.last_seen_step.fill_(UNKNOWN)
         self._announced = None
 
@@ -272,7 +252,7 @@ class WriteLog:
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
         self._make_draws_late()
-        self._has_writes.set(False)
+        self._has_writes.fill_(False)
         self._announced = None
 
     def check_valid(self) -> None:

@@ -33,6 +33,8 @@ class PowerTree:
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._size = log.layout.size
         self.tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
+        # the tensors of the tree, the number of leaves, and the exponent first
+        self.parts = *self.tree.tensors(), self._size, alpha.tensor
 
     @property
     def max_supported_priority(self) -> float:
@@ -47,10 +49,6 @@ class PowerTree:
         """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
         self.tree.write(slots, torch.zeros_like(slots))
 
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Set the masses of ``slots`` [n]; see :meth:`Distribution.update`."""
-        self.tree.write_power(slots, priority, self._alpha.views()[0])
-
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
         generation, priority = self._log.generation, self._priorities.of_slot
@@ -61,7 +59,8 @@ class PowerTree:
             self.tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
-        self.update(where_int64(in_use, slots, -1), gather_in_bounds(priority, slots).abs())
+        priority = gather_in_bounds(priority, slots).abs()
+        self.tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
 
     def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
         """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
@@ -108,7 +107,7 @@ class Proportional(Distribution):
     ):
         self._log, self._stratified, self._tracks_min = log, stratified, weight_norm == "buffer"
         self._power = PowerTree(log, priorities, alpha, track_min=self._tracks_min)
-        self._tree = self._power.tree
+        self._tree, self.power_parts = self._power.tree, self._power.parts
 
     @property
     def max_supported_priority(self) -> float:
@@ -121,14 +120,12 @@ class Proportional(Distribution):
         self._power.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._power.update(slots, priority)
+        pass
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
-        slots, mass = self._tree.walk(u)
-        if not self._tracks_min:
-            return Draw(slots, mass)
-        return Draw(slots, mass, self._tree.smallest())
+        slots, mass, minima = self._tree.walk(u)
+        return Draw(slots, mass, minima if self._tracks_min else None)
 
     def sums(self) -> Sums:
         return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -182,6 +183,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = None
     # True if joint draws only propose rows, and some are rejected
     rejects = False
+    # the parts of a tree of d^α that the kernel of updates changes too, see :attr:`PowerTree.parts`; empty: none
+    power_parts: Sequence[Tensor | int] = ()
     _log: WriteLog
 
     @property

@@ -43,7 +43,7 @@ class ReliabilityAdjusted(Distribution):
         self._log, self._weight_norm = log, weight_norm
         self._num_slots, self._device = log.layout.num_slots, log.layout.device
         self._power = PowerTree(log, priorities, alpha)
-        self._tree = self._power.tree
+        self._tree, self.power_parts = self._power.tree, self._power.parts
         self._reliability = make_reliability(log)
         self._rejection = Rejection(self._tree, self._reliability)
 
@@ -63,7 +63,6 @@ class ReliabilityAdjusted(Distribution):
         self._reliability.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._power.update(slots, priority)
         self._reliability.update(slots, priority)
 
     def reweight(self, slots: Tensor | None) -> None:

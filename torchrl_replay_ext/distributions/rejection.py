@@ -51,7 +51,7 @@ class Rejection:
         """
         arrays, none, zero = self._tree.arrays(), *self._constants()
         if rows is None:
-            self._tree.raise_if_empty()
+            self._tree.raise_if_empty(arrays[1])
             rows = none, zero, arrays[1][:1]
         leaf, density = empty(none, batch_size, torch.int64), empty(none, batch_size, torch.float64)
         reaper_draw(

@@ -88,7 +88,7 @@ class Reliability(WriteObserver):
 
     def arrays(self) -> list[Array]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
-        return self._episodes.arrays(self._log.arrays()[0])
+        return self._episodes.arrays(self._log.views()[0])
 
     @property
     def max_supported_priority(self) -> float:

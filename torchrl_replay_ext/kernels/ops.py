@@ -48,8 +48,9 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel."""
         first = arguments[0]
-        if isinstance(first, np.ndarray):
-            self._on_cpu(*arguments)
+        if type(first) is np.ndarray:
+            # as _on_cpu, without another call
+            (self._loop or self.loop)(*[each if type(each) in _NOT_TENSORS else each.numpy() for each in arguments])
         elif torch.compiler.is_dynamo_compiling():
             self._operation(*arguments)
         elif first.is_cpu:
@@ -94,7 +95,7 @@ class Views:
             shared. The first part is a tensor.
     """
 
-    def __init__(self, *parts: Tensor | int):
+    def __init__(self, *parts: Tensor | float):
         self._parts, self._tensors = [*parts], [each for each in parts if isinstance(each, Tensor)]
         self._addresses: list[int] = []
         self._arrays: list[Any] = []
@@ -160,9 +161,11 @@ rows_record = Kernel(
 )
 rows_update = Kernel(
     "rows.update",
-    "Tensor generation, Tensor slots, Tensor error, Tensor stamp, Tensor real, Tensor(a!) draws, Tensor num_draws, "
-    "Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, Tensor limit, float eps, float smallest, bool squared, "
-    "bool refuses, bool is_own, Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
+    "Tensor generation, Tensor(a!) draws, Tensor num_draws, Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, "
+    "Tensor limit, float eps, float smallest, bool squared, "
+    "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
+    "Tensor slots, Tensor error, Tensor stamp, Tensor real, bool counts_draws, bool refuses, bool is_own, "
+    "Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
 )
 
 # the arrays of an EpisodeIndex

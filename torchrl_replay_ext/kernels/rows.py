@@ -14,6 +14,7 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.tree import write_power
 
 
 @part
@@ -99,8 +100,9 @@ def _delta(error, squared):
 
 @loop
 def update(
-    generation, slots, error, stamp, real, draws, num_draws, d, largest, counts, limit,
-    eps, smallest, squared, refuses, is_own, kept, kept_d, result,
+    generation, draws, num_draws, d, largest, counts, limit, eps, smallest, squared,
+    leaves, nodes, minima, pages, capacity, alpha,
+    slots, error, stamp, real, counts_draws, refuses, is_own, kept, kept_d, result,
 ):  # fmt: skip
     """Set the priorities of the rows of an update. Of several rows of a slot the last one wins.
 
@@ -109,11 +111,7 @@ def update(
 
     Args:
         generation: of each slot; 0: empty.
-        slots: int64 [n].
-        error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
-        stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
-        real: False for padding, bool [n]; empty if all rows are real.
-        draws: see above; empty: not known.
+        draws: see above.
         num_draws: see :func:`drawn`.
         d: priority max(|δ| + eps, smallest) of each slot, float32.
         largest: the largest priority so far, also of rows that a later one of the same slot replaces, float64 [1].
@@ -122,6 +120,17 @@ def update(
         eps: see ``d``.
         smallest: see ``d``.
         squared: see ``error``.
+        leaves: a tree of the masses d^alpha, which is updated too.
+        nodes: likewise.
+        minima: likewise.
+        pages: likewise.
+        capacity: likewise; 0: there is no tree.
+        alpha: the exponent first.
+        slots: int64 [n].
+        error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.
+        stamp: generations at the draw, int64 [n], -1 for padding; empty if they are not known.
+        real: False for padding, bool [n]; empty if all rows are real.
+        counts_draws: False: the draws are not known.
         refuses: True if invalid rows refuse the update; nothing is changed then. So do rows of slots that are empty
             and were never drawn.
         is_own: True if the rows are those of the last write: none is late.
@@ -129,7 +138,7 @@ def update(
         kept_d: their priorities, float32 [n].
         result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
     """
-    size, has_stamps, counts_draws = generation.shape[0], stamp.shape[0] > 0, draws.shape[0] > 0
+    size, has_stamps = generation.shape[0], stamp.shape[0] > 0
     result[0], result[1] = 0, -1
     late, invalid, best = 0, 0, largest[0]
     now = num_draws[0] & NUMBERS
@@ -191,3 +200,5 @@ def update(
     for place in range(count):
         d[kept[place]] = kept_d[place]
     result[1] = count
+    if capacity > 0:
+        write_power(leaves, nodes, minima, pages, capacity, kept[:count], kept_d[:count], alpha)

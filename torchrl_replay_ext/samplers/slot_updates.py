@@ -13,7 +13,7 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.kernels.ops import Views, as_tensor
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
@@ -49,7 +49,13 @@ class SlotUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
-        self._views = Views(self.counts, self._limit)
+        nothing = [torch.empty(0, dtype=torch.int64, device=log.layout.device) for _ in range(5)]
+        self._views = Views(
+            *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
+            *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
+            *(distribution.power_parts or (*nothing[:4], 0, self._limit[:0].clone())),
+            nothing[4],
+        )
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
 
@@ -111,9 +117,13 @@ class SlotUpdates:
         self, slots: Tensor, error: Tensor, stamp: Tensor | None, real: Tensor | None, *, refuses: bool, is_own: bool
     ) -> list[int]:
         """Update the priorities and the distribution; why the update is refused, or 0, and the row."""
-        kept, priority, result = self._priorities.update(
-            slots, error, stamp, real, self._log, *self._views(), refuses=refuses, is_own=is_own
-        )
+        *state, nothing = self._views()
+        count = slots.shape[0]
+        kept, priority = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
+        result = empty(nothing, 2, torch.int64)
+        stamp, real = nothing if stamp is None else stamp, nothing if real is None else real
+        # a graph has draws only where they are stamped
+        rows_update(*state, slots, error, stamp, real, not is_traced(), refuses, is_own, kept, priority, result)
         reason, count = result.tolist() if refuses else (0, slots.shape[0])
         if not reason and count:
             if not isinstance(kept, Tensor):

@@ -74,7 +74,11 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
     Raises:
         ValueError: if ``given`` has another number of elements.
     """
-    error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
+    if isinstance(given, Tensor) and given.dtype == torch.float32 and given.device == device:
+        # conversions that change nothing take as long as the rest
+        error = given.detach() if given.requires_grad else given
+    else:
+        error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
     if error.ndim != 1:
         error = error.reshape(-1)
     if error.shape[0] == count:

@@ -10,7 +10,7 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.tree import jit, write_power
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
@@ -245,9 +245,11 @@ def record(
 
 
 def update(
-    generation: Tensor, slots: Tensor, error: Tensor, stamp: Tensor, real: Tensor, draws: Tensor, num_draws: Tensor,
-    d: Tensor, largest: Tensor, counts: Tensor, limit: Tensor, eps: float, smallest: float, squared: bool,
-    refuses: bool, is_own: bool, kept: Tensor, kept_d: Tensor, result: Tensor,
+    generation: Tensor, draws: Tensor, num_draws: Tensor, d: Tensor, largest: Tensor, counts: Tensor, limit: Tensor,
+    eps: float, smallest: float, squared: bool,
+    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, alpha: Tensor,
+    slots: Tensor, error: Tensor, stamp: Tensor, real: Tensor, counts_draws: bool, refuses: bool, is_own: bool,
+    kept: Tensor, kept_d: Tensor, result: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name. The rows of ``kept`` stay where they are in the batch."""
     count = slots.shape[0]
@@ -255,6 +257,8 @@ def update(
         _update[(1,)](
             slots, error, stamp, real, generation, draws, num_draws, d, d.view(torch.int32), largest, counts, limit,
             eps, smallest, kept, kept_d, result, count, generation.shape[0],
-            has_stamp=len(stamp) > 0, has_real=len(real) > 0, counts_draws=len(draws) > 0, squared=squared,
+            has_stamp=len(stamp) > 0, has_real=len(real) > 0, counts_draws=counts_draws, squared=squared,
             refuses=refuses, is_own=is_own, **_together(count),
         )  # fmt: skip
+    if capacity:
+        write_power(leaves, nodes, minima, pages, capacity, kept, kept_d, alpha)

@@ -157,7 +157,7 @@ def _write(
             exponent = tl.load(alpha)
             base = new.to(tl.float64)
             power = tl.exp2(exponent * tl.log2(tl.where(base > 0, base, 1.0)))
-            power = tl.where((base > 0) | (exponent == 0), power, 0.0)
+            power = tl.where(base > 0, power, tl.where(exponent == 0, 1.0, 0.0))
             new = tl.ceil(power * _UNIT).to(tl.int64)
         tl.debug_barrier()
         # masses are >= 0; of duplicates, the last row leaves the smallest negative number
