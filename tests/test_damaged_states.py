@@ -50,8 +50,10 @@ def damage(state: Any, rng: random.Random) -> tuple[str, str]:
     if not isinstance(value, Tensor):
         state[key] = rng.choice([-1, 2**40, value + 1, math.nan, "text", None])
         return key, f"{path} = {state[key]!r}"
-    # another shape of the storage is refused when the sampler is used with the storage
-    if kind in ("bits", "number", "swap") and (not value.numel() or key == "storage_shape"):
+    if key == "storage_shape":
+        # another shape is refused later, when the sampler is used with the storage
+        kind = "dtype"
+    if kind in ("bits", "number", "swap") and not value.numel():
         kind = "shape"
     if kind == "bits":
         data = value.contiguous().reshape(-1).view(torch.uint8)
