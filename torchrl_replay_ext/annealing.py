@@ -141,8 +141,13 @@ class Hyperparameter:
         return self._state.to("cpu", copy=True)
 
     def load(self, state: Tensor) -> None:
-        """Restore a state that :meth:`state` returned."""
-        self._assign(*state.tolist())
+        """Restore a state that :meth:`state` returned; ValueError for others."""
+        value, count, start, end, num_updates = state.tolist()
+        for number in (value, start, end):
+            self._within_limits(number)
+        if count < 0 or num_updates < 1:
+            raise ValueError(f"{self._owner}({self._name}): a schedule of {num_updates} updates cannot be at {count}.")
+        self._assign(value, count, start, end, num_updates)
 
 
 def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperparameter]:

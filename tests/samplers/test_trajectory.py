@@ -693,3 +693,14 @@ def test_missing_entries_are_named(missing, anchors):
     filled.set_sampler(make().sampler)
     with refuses(filled, KeyError, message):
         filled.sample()
+
+
+def test_no_slice_goes_on_in_rows_that_the_anchors_refuse():
+    buffer = buffer_of(10, slice_len=2, num_streams=2, anchors=ReaPERSampler(10, num_streams=1))
+    buffer.extend(rows(2, ids=[0, 0]))
+    with pytest.warns(UserWarning, match="began before the last one had ended"):
+        buffer.extend(rows(1, ids=[1], first=2))
+    with pytest.raises(ValueError, match="num_streams=1"):
+        buffer.extend(rows(1, ids=[0], first=3))
+    buffer.sampler.check_valid()
+    assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 2: [2, 2]}

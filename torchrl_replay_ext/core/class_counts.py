@@ -46,6 +46,11 @@ class ClassCounts:
             "class_complete_from": self._complete_from,
         }
 
+    def rebuild(self) -> None:
+        """Count again after :meth:`tensors` were replaced."""
+        self._counts.zero_()
+        self._count(torch.arange(len(self._class), device=self._class.device), 1)
+
     def clear_(self, *, keep_history: bool) -> None:
         """Clear the counts.
 

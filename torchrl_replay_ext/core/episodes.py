@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 from torchrl_replay_ext.kernels.ops import Views, episodes_remove, episodes_update, episodes_write, reaper_reliability
 
@@ -22,10 +23,17 @@ def _free_ids(size: int, device: torch.device | str | None) -> Tensor:
 
 def _is_free(ids: Tensor) -> Tensor:
     """True for each free id, bool [size]; AssertionError if an id is in the stack twice."""
-    times = ids[: int(ids[-1])].to(torch.int64).bincount(minlength=len(ids) - 1)
+    check_counts("EpisodeIndex", ids[-1])
+    times = _times(ids[: int(ids[-1])], len(ids) - 1)
     if int(times.max()) > 1:
         raise AssertionError("EpisodeIndex: a free id is in the stack twice")
     return times > 0
+
+
+def _times(ids: Tensor, size: int) -> Tensor:
+    """How often each of the ids 0..size-1 occurs, int64 [size]; IndexError for other ids."""
+    ids = ids.to(torch.int64)
+    return torch.zeros(size, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
 
 
 class EpisodeIndex:
@@ -254,6 +262,8 @@ class EpisodeIndex:
         """Raise AssertionError if sums, counts, records or pages contradict each other. O(size)."""
         self._tree.check_valid()
         self._totals.check_valid()
+        self.lanes.check_valid()
+        check_counts("EpisodeIndex", self._lane_next, self._updated_at)
         record = self.episode.to(torch.int64)
         stored = (record != self._none).nonzero().squeeze(1)
         record, position = record[stored], self.positions(stored)
@@ -266,7 +276,7 @@ class EpisodeIndex:
             raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
         if int(self._tree.total()) != int(mass.sum()):
             raise AssertionError("EpisodeIndex: an empty position has mass")
-        count = record.bincount(minlength=self._none + 1)
+        count = _times(record, self._none + 1)
         if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
             raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
         going_on = self._lane_episode[self._lane_episode != self._none]
@@ -283,6 +293,6 @@ class EpisodeIndex:
             raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
         if self._tree.page_table is not None:
             num_pages = len(self._pages) - 1
-            held = self._tree.page_table[self._tree.page_table != num_pages].bincount(minlength=num_pages)
+            held = _times(self._tree.page_table, num_pages + 1)[:-1]
             if int(held.max()) > 1 or not torch.equal(_is_free(self._pages), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")

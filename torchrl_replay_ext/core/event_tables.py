@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.ops import (
     Views,
     events_earlier,
@@ -24,6 +25,8 @@ from torchrl_replay_ext.kernels.ops import (
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
 STORAGE_ATTRIBUTE = "_event_tables"
 
+# the entries of a saved state
+STATE = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "number", "before", "free", "counters"
 # Values of EventTables.places instead of a position, and entries of the counters; see kernels/events.py.
 UNSENT, LEFT = -1, -2
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
@@ -272,8 +275,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
-        names = "slot_at", "links", "places", "heads", "counts", "capacity", "begins", "number", "before", "free"
-        return dict(zip((*names, "counters"), self._tensors(), strict=False))
+        return dict(zip(STATE, self._tensors(), strict=False))
 
     def state(self) -> dict[str, Tensor]:
         """A copy of :meth:`tensors`, in which the journal begins now, as after a :meth:`load`."""
@@ -394,7 +396,12 @@ class EventTables(Mapping[str, EventTable]):
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         if not self.is_allocated:
             return
+        check_counts("EventTables", self._counters, self._capacity, self.counts)
         slot_at, places = self.slot_at.numpy(), self.places.numpy()
+        if self.size(0) > self.num_slots:
+            raise AssertionError("EventTables['default']: there are more entries than slots")
+        if self._first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
+            raise AssertionError("EventTables['default']: a slot is not at its own position")
         for number in range(self._first, len(self.names)):
             name, count, place = self.names[number], self.size(number), places[number - self._first]
             begin, end = self.begins[number : number + 2].tolist()
@@ -405,10 +412,17 @@ class EventTables(Mapping[str, EventTable]):
                 raise AssertionError(f"EventTables[{name!r}]: a slot points to a position outside of the list")
             if not np.array_equal(slot_at[place[held]], held) or (slot_at[begin + count : end] >= 0).any():
                 raise AssertionError(f"EventTables[{name!r}]: a slot points to a position that holds another slot")
-            if not np.array_equal(np.sort(self.index(number).cpu().numpy()), held):
+            order = self.index(number).cpu().numpy()
+            chain = [-1, *(place[order] - int(self.begins[self._first])), -1]
+            heads, (older, newer) = self._heads[:, number].tolist(), self._links.numpy()[:, chain[1:-1]].tolist()
+            if not np.array_equal(np.sort(order), held) or heads != [chain[1], chain[-2]]:
                 raise AssertionError(f"EventTables[{name!r}]: the order of the entries is broken")
+            if older != chain[:-2] or newer != chain[2:]:
+                raise AssertionError(f"EventTables[{name!r}]: an entry does not know its neighbours")
         if self._pinned:
             head, tail = self.counter(FREE_HEAD), self.counter(FREE_TAIL)
+            if not 0 <= tail - head <= self.num_slots:
+                raise AssertionError("EventTables: there are more free slots than slots")
             free = self._free.numpy()[np.arange(head, tail) % self.num_slots]
             if not np.array_equal(np.sort(free), np.flatnonzero((places < 0).all(0))):
                 raise AssertionError("EventTables: the free slots are not the slots that no table holds")

@@ -71,6 +71,13 @@ class PairCounts:
         """The tensors of the state."""
         return {"pair_hash": self._hash, "pair_listed": self._listed, "pair_counts": self._counts}
 
+    def rebuild(self) -> None:
+        """Count again after :meth:`tensors` were replaced."""
+        self._counts.zero_()
+        is_stored = self._hash >= 0
+        self._listed &= is_stored
+        self._add(0, self._hash, torch.cat([is_stored.unsqueeze(0), self._listed, self._listed.any(0, keepdim=True)]))
+
     def clear_(self) -> None:
         """Reset to an empty storage."""
         self._hash.fill_(-1)

@@ -78,7 +78,8 @@ class RankBuckets:
 
     def total(self) -> Tensor:
         """Number of transitions, int64 []."""
-        return read_root(self._counts).to(torch.int64)
+        # within limits also while another thread changes the counts
+        return read_root(self._counts).to(torch.int64).clamp_(0, self._size)
 
     def draw(self, u: Tensor, cumulative: Tensor, alpha: Tensor) -> tuple[Array, Array, Array]:
         """Draw slots by rank^-alpha; see :func:`torchrl_replay_ext.kernels.rank.draw`.

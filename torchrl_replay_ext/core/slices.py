@@ -7,8 +7,9 @@ import copy
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
 
@@ -76,12 +77,14 @@ class SliceIndex:
         self.lanes.write(slices_write, slots, marks, self._padded, *self._views())
 
     def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], the oldest. Slices do not continue across the removed slots.
+        """Remove ``slots`` [n], the oldest or the newest. Slices do not continue across the removed slots.
 
         In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
         """
-        scatter_in_bounds(self._next, slots, slots.to(self._next.dtype))
-        self.starts.write(slots, torch.zeros_like(slots))
+        removed = torch.zeros_like(self._next, dtype=torch.bool).index_fill_(0, slots, True)
+        own = torch.arange(self.size, dtype=self._next.dtype, device=self.device)
+        self._next.copy_(torch.where(removed | removed[self._next.to(torch.int64)], own, self._next))
+        self.rebuild_((self.starts.leaves[: self.size] > 0) & ~removed)
         self._recent.fill_(_NEVER)
         if not self.lanes.assigned:
             self.lanes.end_all()
@@ -120,6 +123,11 @@ class SliceIndex:
         before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
         return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
 
+    @property
+    def time(self) -> Tensor:
+        """The time of the last row, which is in slot ``time`` % ``size``, int64 [1]; -1 before the first."""
+        return self._time
+
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""
         lanes = {"recent": self._recent, "rows": self._rows, "run": self._run}
@@ -139,6 +147,8 @@ class SliceIndex:
     def check_valid(self, stored: Tensor) -> None:
         """Raise AssertionError if successors and starts contradict each other; ``stored`` as in :meth:`rebuild_`."""
         self.starts.check_valid()
+        self.lanes.check_valid()
+        check_counts("SliceIndex", self._time + 1, self._rows, self._run)
         starts = self.starts.leaves.clone()
         expected = copy.deepcopy(self)
         expected.rebuild_(stored)
@@ -151,6 +161,21 @@ class SliceIndex:
             raise AssertionError("SliceIndex: an empty slot has a successor or is one")
         if int(following[followed].bincount(minlength=1).max()) > 1:
             raise AssertionError("SliceIndex: a transition is the successor of two others")
+        age = (self._time - slots) % self.size
+        if not bool((age[following] < age)[followed].all()):
+            raise AssertionError("SliceIndex: a successor was written before its predecessor")
+        # the newest rows of each lane, the oldest first; those that are still stored follow one another
+        order = (self._rows.unsqueeze(1) + torch.arange(self.length, device=self.device)) % self.length
+        times = self._recent.gather(1, order)
+        is_live = (self._time - times >= 0) & (self._time - times < self.size)
+        rows, successor = times % self.size, following[times % self.size]
+        goes_on, both = successor[:, :-1] == rows[:, 1:], is_live[:, :-1] & is_live[:, 1:]
+        in_run = self._run.unsqueeze(1) >= torch.arange(self.length, 1, -1, device=self.device)
+        is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
+        is_right &= times[:, 1:] > times[:, :-1]
+        is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
+        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
+            raise AssertionError("SliceIndex: the newest transitions of a lane do not follow one another")
 
     def clear_(self) -> None:
         """Remove all content."""

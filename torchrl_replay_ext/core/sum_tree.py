@@ -111,7 +111,8 @@ class SumTree:
         # what kernels read: leaves, nodes, pages, and the number of leaves
         self.arrays = Views(self.leaves, self.nodes, self.pages, capacity)
         # the sum of all stored leaves must be below 2^62
-        self.max_supported_priority = float(2**62 // min(capacity, self.leaves.shape[0]) // self.UNIT)
+        self.largest_mass = 2**62 // min(capacity, self.leaves.shape[0])
+        self.max_supported_priority = float(self.largest_mass // self.UNIT)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the tree consists of."""
@@ -270,9 +271,11 @@ class SumTree:
         tree_rebuild(*self.views())
 
     def check_valid(self) -> None:
-        """Raise AssertionError if a mass is negative, or a sum or a minimum does not agree with the leaves."""
-        if int(self.leaves.min()) < 0:
-            raise AssertionError("SumTree: a negative mass")
+        """Raise AssertionError if a mass is out of range, or a sum or a minimum does not agree with the leaves."""
+        if int(self.leaves.min()) < 0 or int(self.leaves.max()) > self.largest_mass:
+            raise AssertionError("SumTree: a mass is negative or too large")
+        if int(self.get(torch.arange(self.capacity, device=self.leaves.device)).sum()) != int(self.leaves.sum()):
+            raise AssertionError("SumTree: a mass that belongs to no leaf")
         expected = copy.deepcopy(self)
         expected.rebuild_()
         if not torch.equal(self.nodes, expected.nodes):

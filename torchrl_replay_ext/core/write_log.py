@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
 
@@ -246,8 +246,14 @@ class WriteLog:
 
     def check_valid(self) -> None:
         """Raise AssertionError if the log is inconsistent. O(N)."""
+        check_counts("WriteLog", self.generation, self.num_writes, self._cleared_at, self.last_seen_step + 1)
         if bool((self.generation > self.num_writes).any()):
             raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
+        cleared_at = self._cleared_at.to(self.generation.device)
+        if bool(((self.generation > 0) & (self.generation <= cleared_at)).any() | (cleared_at > self.num_writes).any()):
+            raise AssertionError("WriteLog: a slot was written before the log was cleared, or that is yet to come")
+        if bool(self.generation[self.layout.num_slots :].any()) or int(self.last_seen_step) >= self.layout.steps:
+            raise AssertionError("WriteLog: a slot beyond the storage holds a transition")
 
     def __getstate__(self) -> dict[str, object]:
         # the update that follows a write comes from the same process

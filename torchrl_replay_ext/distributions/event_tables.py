@@ -153,19 +153,27 @@ class EventTableMixture(Distribution):
     def _read_if_unknown(self) -> None:
         """Read all entries of the tables, unless the changes since the last time are known."""
         resets, seen = self._tables.counter(RESETS), self._seen.numpy()
-        if not self._tables.has_changes_since(seen[0]):
+        is_new, self._resets = resets != self._resets, resets
+        if is_new:
             self._view.send()
-            seen[0], self._resets = self._tables.counter(CHANGES), resets
+        if not self._tables.has_changes_since(seen[0]) or (is_new and not self._fits_tables()):
+            self._view.send()
+            seen[0] = self._tables.counter(CHANGES)
             self._tree.clear_()
             if self._within.follows:
                 self._within.clear()
             self._set_masses(self._stored(torch.arange(self._size, device=self._device)))
             self._weights.recount()
-        elif resets != self._resets:
-            self._view.send()
+        elif is_new:
             # the tables were loaded after the sampler
             self._within.rebuild()
-            self._resets = resets
+
+    def _fits_tables(self) -> bool:
+        """True if the masses follow from priorities and belong to entries that hold a transition."""
+        leaves, slot_at = self._tree.leaves, self._view.slot_at
+        slots = slot_at[leaves[: len(slot_at)] > 0].to(torch.int64)
+        stored = bool((slots >= 0).all()) and bool((self._log.generation[slots] > 0).all())
+        return self.takes_priorities and stored and not bool(leaves[len(slot_at) :].any())
 
     def _stored(self, slots: Tensor) -> Tensor:
         """``slots`` [n]; -1 for those without a transition."""
@@ -347,11 +355,14 @@ class EventTableMixture(Distribution):
         self._shares.rebuild()
         self._set_union()
         self._within.rebuild()
+        self._weights.rebuild()
 
     def check_valid(self) -> None:
+        # first, because sync() may compute masses again
+        self._tree.check_valid()
         self.sync()
         self._tables.check_valid()
-        self._tree.check_valid()
+        self._shares.check_valid()
         self._weights.check_valid()
         self._within.check_valid()
         positions = self._view.positions(self._log.stored_slots())

@@ -22,6 +22,12 @@ STEP = 0.01
 Segments = Literal["exact", "piecewise"]
 
 
+def check_alpha(table_alpha: Tensor, alpha: Hyperparameter) -> None:
+    """Raise AssertionError if the exponent of a table of r^-alpha is none that ``alpha`` has had."""
+    if not 0 <= table_alpha.item() <= alpha.bound:
+        raise AssertionError(f"alpha of the ranks, {table_alpha.item()}, is not in [0, {alpha.bound}]")
+
+
 class RankBased(Distribution):
     """P(i) = rank(i)^−α / Σ_r r^−α; see :class:`~torchrl_replay_ext.RankBasedSampler`.
 
@@ -73,6 +79,7 @@ class RankBased(Distribution):
         return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
 
     def check_valid(self) -> None:
+        check_alpha(self._table_alpha, self._alpha)
         self._ranks.check_valid(self._priorities.of_slot, self._log.generation > 0)
 
     def rebuild(self) -> None:

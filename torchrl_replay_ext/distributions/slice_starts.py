@@ -116,7 +116,13 @@ class SliceStarts(Distribution):
         self.slices.rebuild_(self._stored())
 
     def check_valid(self) -> None:
-        self.slices.check_valid(self._stored())
+        stored = self._stored()
+        self.slices.check_valid(stored)
+        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
+        end = (step + 1) * layout.slots_per_step
+        # the rows of a write that was refused later are not stored
+        if step >= 0 and bool(stored[time % layout.num_slots]) and (end - time - 1) % layout.num_slots:
+            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
 
     def _stored(self) -> Tensor:
         return self._log.generation[: self._log.layout.num_slots] > 0

@@ -102,6 +102,12 @@ class TableWeights:
         pairs = {} if self._pairs is None else self._pairs.tensors()
         return pairs if self._classes is None else pairs | self._classes.tensors()
 
+    def rebuild(self) -> None:
+        """Count again after :meth:`tensors` were replaced."""
+        for counts in (self._pairs, self._classes):
+            if counts is not None:
+                counts.rebuild()
+
     def check_valid(self) -> None:
         """Raise AssertionError if the counts do not match the tables. O(N)."""
         if self._classes is not None:

@@ -18,7 +18,7 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
-from torchrl_replay_ext.distributions.rank import STEP
+from torchrl_replay_ext.distributions.rank import STEP, check_alpha
 from torchrl_replay_ext.distributions.rejection import Rejection
 from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.kernels.ops import as_tensor, events_mixture, rank_tabulate
@@ -225,6 +225,7 @@ class ByRank(Uniform):
         rank_tabulate(self._cumulative, self._table_alpha, self._table_alpha.clone(), 0.0)
 
     def check_valid(self) -> None:
+        check_alpha(self._table_alpha, self._alpha)
         for number, ranks in enumerate(self._ranks):
             ranks.check_valid(*self._state(number))
 
@@ -292,6 +293,7 @@ class ByReliability(ByPriority):
         self._reliability.rebuild()
 
     def check_valid(self) -> None:
+        self._rejection.check_valid()
         self._reliability.check_valid()
 
     def stats(self, eta: Tensor) -> dict[str, Tensor]:

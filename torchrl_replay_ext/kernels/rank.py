@@ -44,8 +44,9 @@ def _lay_out(bucket, place, members, start, room, counts, top, needed):
     """Give each bucket in use, and the bucket ``needed``, a block with space for half as many more transitions."""
     counts[:] = 0
     for s in range(bucket.shape[0]):
-        if 0 <= bucket[s] < BUCKETS:
-            counts[BUCKETS + bucket[s]] += 1
+        b = bucket[s]
+        if 0 <= b < BUCKETS:
+            counts[BUCKETS + b] += 1
     for node in range(2 * BUCKETS - 1, 0, -1):
         counts[node >> BITS] += counts[node]
     top[0] = 0
@@ -55,8 +56,9 @@ def _lay_out(bucket, place, members, start, room, counts, top, needed):
         room[b] = count + (count >> 1) + 2 if count > 0 or b == needed else 0
         top[0] += room[b]
     for s in range(bucket.shape[0]):
-        if 0 <= bucket[s] < BUCKETS:
-            members[_at(bucket[s], _signed(bucket[s], place[s]), start, members)] = s
+        b = bucket[s]
+        if 0 <= b < BUCKETS:
+            members[_at(b, _signed(b, place[s]), start, members)] = s
 
 
 @loop
@@ -132,7 +134,7 @@ def _read_ahead(bucket, place, members, start, slots):
 @part
 def _find(members, start, counts, size, rank, slot):
     for row in range(rank.shape[0]):
-        slot[row] = 0
+        slot[row] = -1
         rest = rank[row]
         if rest < 0 or rest >= counts[0]:
             continue
@@ -148,8 +150,9 @@ def _find(members, start, counts, size, rank, slot):
         b = node - BUCKETS
         slot[row] = _at(b, _mirror(b, rest, counts[node]), start, members)
     for row in range(rank.shape[0]):
-        if 0 <= rank[row] < counts[0]:
-            slot[row] = min(max(members[min(slot[row], members.shape[0] - 1)], 0), size - 1)
+        # counts may differ by now
+        member = members[slot[row]] if slot[row] >= 0 else 0
+        slot[row] = min(max(member, 0), size - 1)
 
 
 @loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -467,29 +468,29 @@ class DistributionSampler(ShowsArguments, Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
         name = f"{self.owner}.load_state_dict"
-        saved_state.require_keys(name, state_dict, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
-        layout = saved_state.layout_of_state(name, state_dict, self.layout, self.capacity)
-        before, num_writes = vars(self).copy(), int(self.state.log.num_writes)
+        # a damaged state is found in a copy; on the CPU, where an index out of range is an error that can be caught
+        trial = copy.deepcopy(self)
+        trial._set_up(self.layout._replace(device=torch.device("cpu")))
+        try:
+            trial._load(name, state_dict)
+            trial.state.check_valid()
+        except (AssertionError, IndexError, RuntimeError) as error:
+            raise saved_state.contradiction(name, error) from error
+        self._load(name, state_dict)
+        mark_static(vars(self), vars(self.distribution))
+
+    def _load(self, call: str, state: dict[str, Any]) -> None:
+        saved_state.require_keys(call, state, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
+        layout = saved_state.layout_of_state(call, state, self.layout, self.capacity)
+        num_writes = int(self.state.log.num_writes)
         if layout not in (None, self.layout):
             self._set_up(layout)
-        tensors = self.state.tensors()
-        restored = tensors if layout is not None else {key: tensors[key] for key in self.distribution.settings}
-        try:
-            saved_state.require_shapes(name, state_dict, restored)
-            exponents = {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
-            saved_state.require_shapes(name, state_dict, exponents)
-        except ValueError:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
+        keys = self.distribution.settings
         if layout is None:
             self.state.clear()
-        for key, tensor in restored.items():
-            tensor.copy_(state_dict[key])
-        for key, hyperparameter in self.hyperparameters.items():
-            hyperparameter.load(state_dict[key])
-        self.state.rebuild(num_writes)
-        mark_static(vars(self), vars(self.distribution))
+        else:
+            keys = self.state.tensors()
+        self.state.load(call, state, keys, num_writes)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""

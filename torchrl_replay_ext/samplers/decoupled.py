@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -386,16 +385,6 @@ class DecoupledSampler(SamplerWrapper):
         """True if one sampler draws the critic's batches and the candidates."""
         return self.candidate_sampler is self.critic_sampler
 
-    @contextmanager
-    def _candidates_restored_if_refused(self) -> Iterator[dict[str, Any]]:
-        """A context that restores the candidates' sampler after an error; it returns the state of this sampler."""
-        before = self.candidate_sampler.state_dict()
-        try:
-            yield before
-        except Exception:
-            self.candidate_sampler.load_state_dict(before)
-            raise
-
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that draws of both samplers depend on."""
         state = super().state_dict()
@@ -406,15 +395,17 @@ class DecoupledSampler(SamplerWrapper):
         if self._draws_both:
             super().load_state_dict(state_dict)
             return
-        given = state_dict.get(_CANDIDATES, {})
-        with self._candidates_restored_if_refused() as before:
-            if bool(given) != bool(before):
-                raise ValueError(
-                    f"DecoupledSampler.load_state_dict: the state has {'an' if given else 'no'} entry {_CANDIDATES!r}; "
-                    "it was saved by another sampler, or one with another candidate_sampler."
-                )
-            self.candidate_sampler.load_state_dict(given)
-            super().load_state_dict({key: value for key, value in state_dict.items() if key != _CANDIDATES})
+        given, others = state_dict.get(_CANDIDATES, {}), {**state_dict}
+        others.pop(_CANDIDATES, None)
+        if bool(given) != bool(self.candidate_sampler.state_dict()):
+            raise ValueError(
+                f"DecoupledSampler.load_state_dict: the state has {'an' if given else 'no'} entry {_CANDIDATES!r}; "
+                "it was saved by another sampler, or one with another candidate_sampler."
+            )
+        # nothing is changed if one of the two is refused
+        deepcopy(self.critic_sampler).load_state_dict(others)
+        self.candidate_sampler.load_state_dict(given)
+        super().load_state_dict(others)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state of both samplers under the directory ``path``."""
@@ -424,12 +415,10 @@ class DecoupledSampler(SamplerWrapper):
 
     def loads(self, path: str | Path) -> None:
         """Load a state saved by :meth:`dumps`."""
-        if self._draws_both:
-            super().loads(path)
-            return
-        with self._candidates_restored_if_refused():
+        if not self._draws_both:
+            deepcopy(self.critic_sampler).loads(path)
             self.candidate_sampler.loads(Path(path) / _CANDIDATES)
-            super().loads(path)
+        super().loads(path)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.layout import Layout
 
 
 def require_keys(call: str, state: dict[str, Any], expected: set[str]) -> None:
     """Raise ValueError if a state does not have exactly the expected entries; ``call`` names the method in errors."""
-    if set(state) == expected:
-        return
-    raise ValueError(
-        f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
-        f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."
-    )
+    if set(state) != expected:
+        raise ValueError(
+            f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
+            f"{_some(expected - set(state))}; unexpected entries: {_some(set(state) - expected)}."
+        )
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{call}: {key} is {type(value).__name__}, expected a tensor; the state was damaged.")
 
 
 def _some(names: set[str]) -> str:
@@ -25,14 +32,45 @@ def _some(names: set[str]) -> str:
     return ", ".join(shown) + f" and {others} more" * (others > 0) if shown else "none"
 
 
-def require_shapes(call: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError if a tensor of a state has another shape than the one in ``tensors``."""
+def require_fitting(call: str, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a tensor of a state has another shape or dtype than that in ``tensors``, or NaN or inf."""
     for key, tensor in tensors.items():
-        if tensor.shape != state[key].shape:
+        saved = state[key]
+        if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
-                f"{call}: {key} has shape {tuple(state[key].shape)}, expected {tuple(tensor.shape)}; the sampler must "
-                "have the arguments of the one that saved the state, such as capacity and num_streams."
+                f"{call}: {key} has shape {tuple(saved.shape)} and {saved.dtype}, expected {tuple(tensor.shape)} and "
+                f"{tensor.dtype}; the sampler must have the arguments of the one that saved the state, such as "
+                "capacity and num_streams."
             )
+        if not bool(saved.isfinite().all()):
+            raise ValueError(f"{call}: {key} has NaN or infinite numbers; the state was damaged.")
+
+
+def require_valid_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
+    """Raise ValueError if a state of event tables for ``num_slots`` slots cannot be loaded; a copy is tried."""
+    trial = copy.deepcopy(tables)
+    trial.allocate(num_slots, torch.device("cpu"))
+    require_fitting(call, state, trial.tensors())
+    trial.load(state)
+    try:
+        trial.check_valid()
+    except (AssertionError, IndexError, RuntimeError) as error:
+        raise contradiction(call, error) from error
+
+
+def require_open_episodes(call: str, episodes: Tensor, num_slots: int) -> None:
+    """Raise ValueError if ``episodes`` are no open episodes of event tables: stream, slot, number and trajectory."""
+    fits = episodes.ndim == 2 and episodes.shape[1] == 4 and episodes.dtype == torch.int64
+    if not fits or bool(((episodes[:, 1] < 0) | (episodes[:, 1] >= num_slots)).any()):
+        raise ValueError(
+            f"{call}: open must be torch.int64 of shape (n, 4), with slots of {num_slots} in the second column; the "
+            "state was damaged."
+        )
+
+
+def contradiction(call: str, error: Exception) -> ValueError:
+    """The error for entries that fit, but not together."""
+    return ValueError(f"{call}: entries contradict each other: {error}; the state was damaged.")
 
 
 def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity: int | None) -> Layout | None:
@@ -47,9 +85,15 @@ def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity:
     Raises:
         ValueError: if the state belongs to a storage of another shape, or has fewer slots than ``capacity``.
     """
+    given = state["storage_shape"]
     size = state["generation"].numel()
-    saved = tuple(state["storage_shape"].tolist()) or None
-    is_empty = int(state["num_writes"]) == int(state["num_writes_at_clear"])
+    if given.ndim != 1 or given.dtype != torch.int64 or bool((given < 1).any()) or math.prod(given.tolist()) > size:
+        raise ValueError(
+            f"{call}: storage_shape is {given.tolist()}, expected the positive sizes of a storage of at most {size} "
+            "slots, the length of the entry generation; the state was damaged."
+        )
+    saved = tuple(given.tolist()) or None
+    is_empty = torch.equal(state["num_writes"], state["num_writes_at_clear"])
     if is_empty and (size < current.size or (saved is None and current.known)):
         return None
     shape = current.shape if current.known else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -14,11 +14,12 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError, shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
+from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
@@ -304,8 +305,19 @@ class SlotState:
             tensors |= part.tensors()
         return tensors
 
-    def rebuild(self, num_writes: int) -> None:
-        """Recompute derived state after :meth:`tensors` were replaced; there were ``num_writes`` writes before."""
+    def load(self, call: str, state: Mapping[str, Tensor], keys: Iterable[str], num_writes: int) -> None:
+        """Restore the entries ``keys`` and the hyperparameters; there were ``num_writes`` writes before.
+
+        ValueError if one of them cannot be loaded. Then a part may have been loaded.
+        """
+        tensors = self.tensors()
+        tensors = {key: tensors[key] for key in keys}
+        exponents = {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
+        saved_state.require_fitting(call, state, tensors | exponents)
+        for key, tensor in tensors.items():
+            tensor.copy_(state[key])
+        for key, hyperparameter in self._hyperparameters.items():
+            hyperparameter.load(state[key])
         self.hyperparameters_changed()
         self._knows_storage = True
         for part in (self.log, *self._parts):
@@ -339,5 +351,8 @@ class SlotState:
         """Raise AssertionError if the state is inconsistent. O(N)."""
         self.log.check_valid()
         self.priorities.check_valid(self.log.generation)
+        largest = max(self.priorities.largest.item(), self.priorities.of_slot.abs().max().item())
+        if largest > as_float32(self.distribution.max_supported_priority):
+            raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
         for part in self._parts:
             part.check_valid()

@@ -29,6 +29,7 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import (
     NEXT_SLOT,
     RESETS,
+    STATE,
     STORAGE_ATTRIBUTE,
     WRITTEN,
     EventTables,
@@ -36,6 +37,7 @@ from torchrl_replay_ext.core.event_tables import (
     Rows,
 )
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
@@ -438,28 +440,33 @@ class EventTableWriter(CompilableWriter):
         Raises:
             ValueError: if the state does not fit this writer; nothing is changed then.
         """
-        episodes, saved = state_dict["episodes"], state_dict["tables"]
-        num_slots = int(episodes["num_slots"])
+        name, episodes, saved = "EventTableWriter.load_state_dict", state_dict["episodes"], state_dict["tables"]
+        saved_state.require_keys(name, episodes, {"open", "num_slots"})
+        num_slots = int(episodes["num_slots"].sum())
         tables = self._tables
         if state_dict["described"] != self._described():
             raise ValueError(
                 f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
                 f"has {self._described()} (retention first); create it with the same events and retention."
             )
+        saved_state.require_keys(name, saved, {*STATE} if num_slots else set())
         if num_slots:
-            same = saved["begins"].tolist() == tables.begins_for(num_slots)
+            same = len(saved["number"]) == num_slots and saved["begins"].tolist() == tables.begins_for(num_slots)
             if not same or (tables.num_slots and tables.num_slots != num_slots):
                 raise ValueError(
                     "EventTableWriter.load_state_dict: the state is for tables of other capacities or another storage "
                     f"size ({num_slots} slots); create the buffer with the same capacities and size."
                 )
+            saved_state.require_valid_tables(name, saved, tables, num_slots)
+        saved_state.require_open_episodes(name, episodes["open"], num_slots)
+        super().load_state_dict(state_dict)
+        if num_slots:
             known = None if self._storage is None else shape_and_device(self._storage)
             current = tables.device if tables.is_allocated else saved["slot_at"].device
             tables.allocate(num_slots, current if known is None else known[1])
             tables.load(saved)
         else:
             tables.clear()
-        super().load_state_dict(state_dict)
         self._episodes.load(episodes["open"])
         self._resets = tables.num_resets
         if self._storage is not None:

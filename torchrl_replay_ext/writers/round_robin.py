@@ -25,6 +25,7 @@ from torchrl_replay_ext._torchrl import (
     stored_data,
 )
 from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
+from torchrl_replay_ext.core.layout import MOST
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.entries import new_entries
@@ -239,6 +240,17 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             # not _replicate_index of TorchRL, which reads the length of the storage
             index = _with_columns(index, known[0][1:])
         return index
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state. ValueError if a counter is no number >= 0; nothing is changed then."""
+        for name in ("_cursor", "_write_count"):
+            value = {"_write_count": 0, **state_dict}.get(name)
+            if not isinstance(value, int) or not 0 <= value <= MOST:
+                raise ValueError(
+                    f"{type(self).__name__}.load_state_dict: {name} is {value!r}, expected an integer in [0, {MOST}]; "
+                    "the state was damaged."
+                )
+        super().load_state_dict(state_dict)
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write ``data`` to the slots ``index``, and notify the samplers."""

@@ -1,0 +1,91 @@
+"""Two threads or processes draw, update and write at the same time. Kernels run without Python's lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.test_faults import CAPACITY, SAMPLERS, filled, rows
+
+SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
+SHARED = ["tables, reaper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
+
+
+def use_buffer(buffer, seconds, first):
+    """Call the buffer, which locks each call."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(4):
+            batch = buffer.sample(16)
+            batch["td_error"] = torch.rand(16)
+            buffer.update_tensordict_priority(batch)
+            assert bool(((batch["index"] >= 0) & (batch["index"] < CAPACITY)).all())
+        first += 5
+        buffer.extend(rows(range(first, first + 5), done=[first + 4]))
+
+
+def use_sampler(buffer, seconds, writes):
+    """Call the sampler, which locks nothing; ``writes``: also write to the buffer."""
+    end, first, sampler = time.monotonic() + seconds, 0, buffer.sampler
+    while time.monotonic() < end:
+        for _ in range(4):
+            slots, _ = sampler.sample(buffer.storage, 16)
+            assert bool(((slots >= 0) & (slots < CAPACITY)).all())
+            if sampler.takes_priorities:
+                sampler.update_priority(slots, torch.rand(len(slots)), storage=buffer.storage)
+        if writes:
+            first += 5
+            buffer.extend(rows(range(first, first + 5), done=[first + 4]))
+
+
+def in_threads(*works):
+    """Run functions with arguments in threads; raises the errors that they raised."""
+    errors = []
+
+    def run(function, *arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_threads_that_call_the_buffer(name, seconds):
+    buffer = filled(name)
+    in_threads(*((use_buffer, buffer, seconds / 2, first) for first in (1000, 10**6)))
+    buffer.sampler.check_valid()
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_threads_without_a_lock_stay_in_range(name, seconds):
+    """Sums may be wrong afterwards, but slots never are."""
+    buffer = filled(name)
+    in_threads(*((use_sampler, buffer, seconds / 2, writes) for writes in (False, True)))
+    assert bool((buffer.sample(64)["index"] < CAPACITY).all())
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+@pytest.mark.parametrize("name", SHARED)
+def test_processes_that_share_the_buffer(name, seconds):
+    buffer = filled(name)
+    buffer.share()
+    process = torch.multiprocessing.get_context("spawn").Process(target=use_buffer, args=(buffer, seconds, 1000))
+    process.start()
+    while process.is_alive():
+        use_buffer(buffer, 0.1, 10**6)
+    process.join()
+    assert process.exitcode == 0
+    buffer.sampler.check_valid()
