@@ -266,7 +266,7 @@ def test_a_recorded_cycle_of_a_buffer_is_the_compiled_one(recorder):
     assert recorder.replays == 17
 
 
-@pytest.mark.parametrize("name", slow_but(["dqn, event tables", "td3, decoupled", "acer, continuous"], RUNS))
+@pytest.mark.parametrize("name", slow_but(["dqn, event tables"], RUNS))
 def test_recipes_train_with_recorded_updates(name, recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "WARM_UP", 1)
 

@@ -34,7 +34,7 @@ WAYS = ["cuda"] if INTERPRETED else ["python", "operation"]
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels only")
 CAPACITIES = [1, 16, 17, 257]
 # rows of a draw that is compared with its distribution
-ROWS = 400 if INTERPRETED else 1500
+ROWS = 400 if INTERPRETED else 800
 
 
 @pytest.fixture(params=WAYS)

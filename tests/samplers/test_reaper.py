@@ -176,7 +176,8 @@ def test_long_random_sequences(layout, num_envs, truncated, seed):
 def test_large_buffers(layout, num_envs):
     replay = ReplayWithReference("reaper", layout=layout, num_envs=num_envs, capacity=600, end_probability=0.02, seed=9)
     for _ in range(12):
-        replay.extend(120 // replay.num_envs)
+        # more rows than slots, so that pages of positions are freed and used again
+        replay.extend(120)
         replay.update_directly(100)
         replay.update(replay.sample(64))
     replay.check()
