@@ -12,10 +12,9 @@ CPU in three ways:
 * An operation on tensors of two devices is an error. As on CUDA, a 0-dim CPU tensor may stand for a number.
 * Whatever makes the host wait for the device is counted, with the line that did it: values that are read (``item``,
   ``bool``, copies to the CPU), results whose shape depends on values (``nonzero``, masks as indices, ``unique``),
-  operations that read their arguments (``index_fill`` with a tensor as the value, ``isin``, ``normal`` with a tensor
-  as the standard deviation), and blocking copies to the device, also those of single numbers (``x[0] = 1.0``). These
-  are the cases that ``torch.cuda.set_sync_debug_mode`` reports. A copy to the CPU always counts, since its result must
-  be waited for.
+  operations that read their arguments (``index_fill`` with a tensor as the value, ``isin``), and blocking copies to the
+  device, also those of single numbers (``x[0] = 1.0``). These are the cases that ``torch.cuda.set_sync_debug_mode``
+  reports. A copy to the CPU always counts, since its result must be waited for.
 * Each operation that would launch a kernel is counted.
 
 Gradients need a process whose first backward pass comes after the device was made, and which ends with ``leave()``.
@@ -66,11 +65,7 @@ _READS = {
         "unique_consecutive",
         "bincount",
         "is_nonzero",
-        "mode",
-        "linalg_lstsq",
         "_linalg_check_errors",
-        "_linalg_eigh",
-        "_linalg_svd",
     )
 }
 # These read a 0-dim tensor that is given as the value.
@@ -201,7 +196,6 @@ class EmulatedDevice(TorchDispatchMode):
     Attributes:
         waits: how often the host had to wait for the device, by (kind, place). The place is the innermost line of the
             named packages, torchrl or tensordict.
-        callers: for places in torchrl or tensordict, the lines of the named packages from which they were called.
         operations: how often each operation that launches a kernel was called.
     """
 
@@ -213,7 +207,6 @@ class EmulatedDevice(TorchDispatchMode):
         if not hasattr(torch, NAME):
             _setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), hook=_Hook())
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.callers: dict[str, set[str]] = {}
         self.operations: Counter[str] = Counter()
         self._packages = [_directory(sys.modules[name]) for name in packages]
         self._libraries = [_directory(library) for library in LIBRARIES]
@@ -241,8 +234,8 @@ class EmulatedDevice(TorchDispatchMode):
 
     def reset(self) -> None:
         """Start counting anew."""
-        for counter in (self.waits, self.callers, self.operations):
-            counter.clear()
+        self.waits.clear()
+        self.operations.clear()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -255,27 +248,14 @@ class EmulatedDevice(TorchDispatchMode):
 
     def wait(self, kind: str) -> None:
         """Count that the host waits for the device."""
-        place = caller = None
-        frame = sys._getframe(1)
-        while frame is not None and caller is None:
+        roots, frame, place = (*self._packages, *self._libraries), sys._getframe(1), "elsewhere"
+        while frame is not None and place == "elsewhere":
             file = frame.f_code.co_filename
-            if file == __file__:
-                frame = frame.f_back
-                continue
-            if file.startswith(tuple(self._packages)):
-                caller = f"{file}:{frame.f_lineno}"
-            if place is None and file.startswith(tuple(self._packages + self._libraries)):
-                place = f"{file}:{frame.f_lineno}"
+            if file != __file__ and file.startswith(roots):
+                root = next(root for root in roots if file.startswith(root))
+                place = f"{Path(file).relative_to(Path(root).parent)}:{frame.f_lineno}"
             frame = frame.f_back
-        place = self._short(place or "elsewhere")
         self.waits[kind, place] += 1
-        if caller is not None and self._short(caller) != place:
-            self.callers.setdefault(place, set()).add(self._short(caller))
-
-    def _short(self, place: str) -> str:
-        for root in (*self._packages, *self._libraries):
-            place = place.replace(str(Path(root).parent) + "/", "")
-        return place
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(function, args, kwargs or {})
@@ -403,15 +383,10 @@ def _reads_arguments(function: Any, args: Any, kwargs: Any) -> bool:
     operation = function.overloadpacket
     if operation in _FILLS:
         return isinstance(args[-1], EmulatedTensor)
-    if operation is _aten.normal:
-        return any(isinstance(deviation, EmulatedTensor) for deviation in args[1:2])
     if operation is _aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if operation is _aten.searchsorted:
         return kwargs.get("sorter") is not None
-    if operation is _aten.histc:
-        lowest, highest = (*args[2:], 0, 0)[:2]
-        return lowest == highest
     if operation is _aten.isin and all(isinstance(arg, torch.Tensor) for arg in args[:2]):
         # torch calls unique if there are many elements to look for
         is_short = args[1].numel() < int(10 * args[0].numel() ** 0.145)

@@ -441,11 +441,7 @@ class Driven:
         if weight is not None:
             assert bool((weight > 0).all() and (weight <= 1 + 1e-6).all()), weight
         stamps = [] if self.reference is None else self.reference.stamps(slots)
-        alike = any(self.slots(other["index"]) == slots for other, _ in self.late)
         self.late.append((batch, stamps))
-        if alike:
-            # in a TorchRL buffer, batches with equal slots can only be distinguished by their order
-            self.update(-1)
         if len(self.late) > 4:
             self.update(0)
         return batch
@@ -466,8 +462,6 @@ class Driven:
         if position is None:
             position = self.rng.randrange(len(self.late)) if self.setting.compilable else 0
         batch, stamps = self.late.pop(position)
-        if self.reference is not None:
-            stamps = self.expected_stamps(self.slots(batch["index"]), stamps)
         batch["td_error"] = self.td_errors(len(batch))
         self.buffer.update_tensordict_priority(batch)
         if self.reference is not None:
@@ -475,20 +469,6 @@ class Driven:
             for slot, error, stamp in rows:
                 if slot in self.reference.transitions:
                     self.reference.update([slot], [error], [stamp])
-
-    def expected_stamps(self, slots: list[int], stamps: list[int]) -> list[int]:
-        """The stamps of an update, -1 for rows that the sampler leaves out because it cannot tell their draw.
-
-        In a TorchRL buffer with several dimensions, it cannot tell two pending batches with equal slots apart. It then
-        leaves out rows whose slot had other content in any pending batch.
-        """
-        pending = [(self.slots(batch["index"]), drawn) for batch, drawn in self.late]
-        if self.setting.ndim == 1 or self.setting.compilable or all(other != slots for other, _ in pending):
-            return stamps
-        rows = {row for other, drawn in pending for row in zip(other, drawn, strict=True)}
-        stored = self.reference.transitions
-        outdated = {slot for slot, stamp in rows if slot not in stored or stored[slot].written != stamp}
-        return [-1 if slot in outdated else stamp for slot, stamp in zip(slots, stamps, strict=True)]
 
     def update_all(self) -> None:
         """Update the priorities of all drawn batches."""

@@ -22,10 +22,10 @@ class StackedStreams:
         still: probability that a frame is that of before, or zeros.
     """
 
-    def __init__(self, num_envs, *, depth=4, padding="reset", end=0.15, lost=0.0, still=0.1, seed=0):
+    def __init__(self, num_envs, *, depth=4, padding="reset", end=0.15, lost=0.0, still=0.1, seed=0, shape=SHAPE):
         self.rng, self.random = random.Random(seed), np.random.default_rng(seed)
         self.depth, self.padding, self.end, self.lost, self.still = depth, padding, end, lost, still
-        self.num_trajectories = 0
+        self.shape, self.num_trajectories = shape, 0
         self.stack = [deque(maxlen=depth) for _ in range(num_envs)]
         self.trajectory = [0] * num_envs
         for env in range(num_envs):
@@ -33,12 +33,12 @@ class StackedStreams:
 
     def frame(self, before=None):
         if self.rng.random() < self.still:
-            return np.zeros(SHAPE, np.uint8) if before is None or self.rng.random() < 0.5 else before
-        return self.random.integers(0, 256, SHAPE, dtype=np.uint8)
+            return np.zeros(self.shape, np.uint8) if before is None or self.rng.random() < 0.5 else before
+        return self.random.integers(0, 256, self.shape, dtype=np.uint8)
 
     def reset(self, env):
         first = self.frame()
-        blank = first if self.padding == "reset" else np.zeros(SHAPE, np.uint8)
+        blank = first if self.padding == "reset" else np.zeros(self.shape, np.uint8)
         self.stack[env].extend([blank] * (self.depth - 1) + [first])
         self.trajectory[env] = self.num_trajectories
         self.num_trajectories += 1

@@ -60,24 +60,6 @@ def test_annealed_is_linear_then_constant(start, end):
     assert values[-1] == end
 
 
-def test_one_update_is_enough():
-    hyperparameter = beta(Anneal(0.0, 1.0, 1))
-    hyperparameter.step()
-    assert hyperparameter.current() == 1.0
-
-
-def test_changed_in_place():
-    """A tensor that was read before a step shows the value after the step."""
-    hyperparameter = beta(Anneal(0.0, 1.0, 2))
-    held = hyperparameter.value
-    hyperparameter.step()
-    assert float(held) == 0.5
-    hyperparameter.set(0.3)
-    assert float(held) == 0.3
-    hyperparameter.load(beta(0.7).state())
-    assert float(held) == 0.7
-
-
 def test_set_restarts():
     hyperparameter = beta(Anneal(0.0, 1.0, 2))
     hyperparameter.step()

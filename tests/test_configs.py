@@ -122,11 +122,10 @@ def chosen(base, name, more=None, *, instead=None):
     return composed([*base, *choice, *(SAMPLERS[name] if instead is None else instead), *(more or [])])
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("base", [DQN, SAC], ids=["dqn", "sac"])
-def test_trains(base, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [*SAMPLERS, "reaper, sac"])
+def test_trains(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = instantiate(chosen(base, name).trainer)
+    trainer = instantiate((chosen(SAC, "reaper") if name == "reaper, sac" else chosen(DQN, name)).trainer)
     trainer.train()
     buffer = trainer.replay_buffer
     sampler = buffer.sampler

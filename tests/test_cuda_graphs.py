@@ -20,7 +20,7 @@ from recipes.common.cli import DONE
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
-from tests.test_compiled import CASES, DEFAULT, assert_same_sampler, step
+from tests.test_compiled import CASES, assert_same_sampler, step
 from torchrl_replay_ext import AdamStep, compile_step
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
@@ -90,7 +90,7 @@ def recorder(monkeypatch, backend):
     return Recorder
 
 
-@pytest.mark.parametrize("name", slow_but(DEFAULT, CASES))
+@pytest.mark.parametrize("name", slow_but(["reaper", "slices, proportional, two streams"], CASES))
 def test_buffers_mark_all_that_they_write_to(name, backend):
     case = CASES[name]
     # tensors on the CPU are not marked
@@ -283,17 +283,7 @@ def test_recipes_train_with_recorded_updates(name, recorder, tmp_path, monkeypat
     assert recorder.recorded and recorder.replays > recorder.recorded
 
 
-def test_writes_of_whole_slices_are_compiled_as_for_a_gpu():
-    """There, inductor computes concatenations in the kernels that read them."""
-    case = CASES["slices, uniform, two columns, not padded"]
-    buffer, experience = case.buffer(), case.experience()
-    buffer.extend(experience.take(4))
-    with torch._inductor.config.patch(force_pointwise_cat=True):
-        torch.compile(lambda data: buffer.extend(data), fullgraph=True)(experience.take(4))
-    buffer.sampler.check_valid()
-
-
-@pytest.mark.parametrize("name", ["slices, uniform", "proportional"])
+@pytest.mark.parametrize("name", ["slices, proportional, two streams", "proportional"])
 def test_eager_writes_between_the_calls_of_a_graph_change_nothing(name):
     case = CASES[name]
     buffer, experience = case.buffer(), case.experience()

@@ -4,24 +4,21 @@ from statistics import median
 
 import pytest
 import torch
-from tensordict import tensorclass
-from torchrl.data import LazyTensorStorage, ReplayBuffer, Sequence, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import event_sampler, random_rows
+from tests.data import random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.params import slow_but
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
-    EventTableWriter,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     RecencySampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 SIZE, BATCH, CHUNK = 240, 32, 8
 SAMPLERS = {
@@ -40,11 +37,6 @@ SAMPLERS = {
     },
 }
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
-
-
-@tensorclass
-class Row:
-    number: torch.Tensor
 
 
 @pytest.fixture
@@ -105,27 +97,6 @@ def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_u
     assert cycle <= uniform[1] + 1
 
 
-@pytest.mark.parametrize("make", [stock, compilable])
-def test_a_draw_by_reliability_costs_one_kernel_and_no_wait_more_than_a_draw_by_priority(make, device):
-    launches, waited = [], []
-    for name in ("proportional", "reaper"):
-        buffer = filled(make, **SAMPLERS[name]())
-        device.reset()
-        buffer.sampler.sample(buffer.storage, BATCH)
-        launches.append(sum(device.operations.values()))
-        waited.append(sum(device.waits.values()))
-    assert launches[1] <= launches[0] + 1 and waited[1] == waited[0]
-
-
-@pytest.mark.parametrize("ndim", [1, 2])
-@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
-def test_windows_of_steps_cause_no_further_waits(boundary, ndim, device):
-    unit = Sequence(length=3, burn_in=1, bootstrap=1, episode_boundary=boundary)
-    _, cycle = waits(device, filled(compilable, ndim, sampler=ProportionalSampler()))
-    _, of_windows = waits(device, filled(compilable, ndim, sampler=ProportionalSampler(), sample_unit=unit))
-    assert of_windows <= cycle
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_host_never_waits_while_a_graph_is_captured(name, device):
     buffer = filled(compilable, **SAMPLERS[name]())
@@ -178,31 +149,6 @@ def test_an_accelerator_raises_errors_with_validate_before_anything_is_changed(n
             buffer.update_priority(index, error)
         after = buffer.sampler.state_dict()
         assert all(torch.equal(after[key], value) for key, value in before.items())
-
-
-@pytest.mark.parametrize("make", [stock, compilable])
-def test_validate_costs_one_wait_for_an_update(make, device):
-    both = []
-    for validate in (False, True):
-        buffer = filled(make, sampler=ProportionalSampler(validate=validate))
-        batch = buffer.sample()
-        batch["td_error"] = torch.rand(BATCH, device="emulated")
-        device.reset()
-        buffer.update_tensordict_priority(batch)
-        both.append(sum(device.waits.values()))
-    assert both[1] <= both[0] + 1
-
-
-@pytest.mark.parametrize("make", [stock, compilable])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_an_accelerator_refuses_draws_from_an_empty_buffer(name, make, device):
-    buffer = make(**SAMPLERS[name]())
-    with pytest.raises(RuntimeError, match="empty"):
-        buffer.sample()
-    buffer.extend(on_device(20))
-    buffer.empty()
-    with pytest.raises(RuntimeError, match="empty"):
-        buffer.sample()
 
 
 @pytest.mark.parametrize("make", [stock, compilable])
@@ -261,51 +207,6 @@ def test_a_storage_on_an_accelerator_returns_only_rows_that_were_written(ndim, d
         assert found[0] == found[1], index
 
 
-def test_slices_with_prioritized_anchors_take_td_errors_with_a_last_dimension(device):
-    buffer = filled(stock, **SAMPLERS["slices, proportional"]())
-    batch = buffer.sample()
-    before = buffer.sampler.stats()["never_updated"]
-    buffer.update_priority(batch["index"], torch.ones(BATCH, 1, device="emulated"))
-    assert buffer.sampler.stats()["never_updated"] < before
-
-
-def test_an_index_that_was_changed_after_the_draw_is_counted_on_an_accelerator(device):
-    buffer = filled(stock, sampler=ProportionalSampler())
-    batch = buffer.sample()
-    buffer.extend(on_device(CHUNK))
-    batch["index"][2] = 10**6
-    buffer.update_priority(batch["index"], torch.ones(BATCH, device="emulated"))
-    assert buffer.sampler.stats()["rejected_updates"] == 1
-    buffer.sampler.check_valid()
-
-
-def test_rows_of_a_tensorclass_can_be_written_more_than_once(device):
-    buffer = ReplayBuffer(
-        storage=CompilableTensorStorage(10, device="emulated"),
-        sampler=ProportionalSampler(),
-        writer=CompilableWriter(),
-        batch_size=4,
-    )
-    for first in (0, 4):
-        buffer.extend(Row(number=torch.arange(first, first + 4, device="emulated"), batch_size=[4]))
-    assert buffer.storage[:].number.tolist() == [*range(8)]
-
-
-@pytest.mark.parametrize("kind", ["proportional", "rank", "reaper"])
-def test_event_tables_without_priorities_raise_with_validate(kind, device):
-    eps = {} if kind == "rank" else {"eps": 0.0}
-    sampler = event_sampler(20, priority={"kind": kind, **eps}, validate=True)
-    buffer = stock(sampler=sampler, writer=EventTableWriter(sampler.tables))
-    buffer.extend(on_device(60))
-    everything = torch.arange(60, device="emulated")
-    buffer.update_priority(everything, torch.zeros(60, device="emulated"))
-    if kind == "rank":
-        buffer.sample()
-    else:
-        with pytest.raises(RuntimeError, match="all priorities are 0"):
-            buffer.sample()
-
-
 def test_slices_are_refused_on_an_accelerator_until_an_episode_is_long_enough(device):
     buffer = stock(sampler=TrajectoryRetraceSampler(slice_len=4, pad=False))
     buffer.extend(on_device(3))
@@ -316,15 +217,6 @@ def test_slices_are_refused_on_an_accelerator_until_an_episode_is_long_enough(de
     device.reset()
     buffer.sample()
     assert not device.waits
-
-
-def test_a_shuffled_batch_does_not_wait_for_every_earlier_draw(device):
-    buffer = filled(stock, sampler=ProportionalSampler())
-    for _ in range(60):
-        batch = buffer.sample()
-    device.reset()
-    buffer.update_priority(batch["index"].flip(0), torch.ones(BATCH, device="emulated"))
-    assert sum(device.waits.values()) < 20
 
 
 def test_a_default_device_does_not_move_what_the_host_reads(device):

@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data import buffer_of, buffer_with, event_sampler
+from tests.data import buffer_with, event_sampler
 from tests.operations import CASES, Driven
-from tests.reference import NaiveReaPER
 from torchrl_replay_ext import (
     EventTableSampler,
     ProportionalSampler,
@@ -101,37 +100,6 @@ def test_a_million_random_operations(name):
         drive(name, seed, SEQUENCE)
 
     drives()
-
-
-# --- refused writes
-
-
-def test_the_turn_is_kept_after_a_refused_write():
-    """TorchRL's writer moves its cursor before an error: the rows in between are lost, the next ones are new."""
-    buffer, reference = make("reaper", compilable=False), NaiveReaPER()
-
-    def write(numbers, done=()):
-        slots = buffer.extend(rows(numbers, done)).tolist()
-        for slot, number in zip(slots, numbers, strict=True):
-            reference.write(slot, "one", number in done, False)
-
-    buffer.extend(rows(range(CAPACITY)))
-    wrong = rows(range(12))
-    wrong["action"] = torch.zeros(12, 3)
-    with pytest.raises(RuntimeError):
-        buffer.extend(wrong)
-    buffer.sampler.probabilities(buffer.storage)
-    write(range(40, 50))
-    write(range(50, 54), done=[53])
-    index, error = torch.arange(12, CAPACITY), torch.linspace(0.1, 2.0, 12)
-    buffer.update_priority(index, error)
-    reference.update(index.tolist(), error.tolist())
-    expected = torch.zeros(CAPACITY, dtype=torch.float64)
-    for slot, value in reference.criterion().items():
-        expected[slot] = value
-    torch.testing.assert_close(
-        buffer.sampler.probabilities(buffer.storage), expected / expected.sum(), rtol=1e-4, atol=1e-9
-    )
 
 
 # --- processes that are killed
@@ -309,23 +277,6 @@ def test_a_write_after_one_that_broke_off(name, compilable, kept):
     assert drawn_numbers(buffer) == {*kept, *range(105, 108)}
     buffer.sampler.check_valid()
     go_on(buffer)
-
-
-def test_an_end_that_was_lost_frees_its_stream():
-    buffer = buffer_of(ReaPERSampler, CAPACITY, num_streams=2)
-
-    def write(numbers, trajectories, done=()):
-        buffer.extend(rows(numbers, done).set(("collector", "traj_ids"), torch.tensor(trajectories)))
-
-    write(range(10), [0, 1] * 5)
-    break_off(buffer, "within the data", "raise")
-    with pytest.raises(Killed):
-        write(range(10, 14), [0, 1, 0, 1], done=[12, 13])
-    del buffer.storage.set
-    with pytest.warns(UserWarning, match="num_streams="):
-        write(range(14, 18), [2, 3, 2, 3])
-    assert set(buffer.sample(400)["next", "number"].tolist()) == {*range(10), *range(14, 18)}
-    buffer.sampler.check_valid()
 
 
 @pytest.mark.parametrize("name", ["proportional", "tables, reaper"])

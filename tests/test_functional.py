@@ -31,19 +31,6 @@ def test_importance_weights_against_a_loop(beta, normalize):
     torch.testing.assert_close(result, torch.tensor(weights, dtype=torch.float64))
 
 
-def test_importance_weights_without_correction_are_one():
-    assert importance_weights(torch.rand(5) + 0.1, 7, 0.0).tolist() == [1.0] * 5
-
-
-def test_importance_weights_of_uniform_draws_are_one():
-    assert importance_weights(torch.full((5,), 0.2), 5, 0.7, normalize=False).tolist() == [1.0] * 5
-
-
-def test_normalised_importance_weights_do_not_depend_on_the_number_of_items():
-    probability = torch.rand(20, dtype=torch.float64) + 0.01
-    torch.testing.assert_close(importance_weights(probability, 3, 0.6), importance_weights(probability, 3e6, 0.6))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(6,), (2, 3), ()])
 def test_importance_weights_keep_shape_and_dtype(dtype, shape):
@@ -79,14 +66,6 @@ def test_last_occurrence_of_nothing():
     empty = torch.zeros(0, dtype=torch.int64)
     assert last_occurrence(empty).shape == (0,)
     assert is_last_occurrence(empty).shape == (0,)
-
-
-def test_last_occurrence_in_a_large_index():
-    index = torch.randint(1000, (200_000,))
-    where = {value: position for position, value in enumerate(index.tolist())}
-    last = last_occurrence(index)
-    assert last.tolist() == [where[value] for value in index.tolist()]
-    assert is_last_occurrence(index).nonzero().squeeze(1).tolist() == sorted(where.values())
 
 
 # --- reliability
@@ -153,30 +132,11 @@ def test_reliability_against_a_loop(seed, size, episodes):
     assert float(result.max()) <= 1
 
 
-def test_reliability_rises_along_an_episode_to_one():
-    delta = torch.rand(100)
-    result = reliability(delta, torch.zeros(100, dtype=torch.int64), torch.ones(100).bool())
-    assert (result.diff() >= 0).all()
-    assert result[-1] == 1
-
-
 def test_reliability_of_a_finished_episode_without_errors_is_one():
     episode = torch.tensor([0, 0, 1, 1])
     delta = torch.tensor([0.0, 0.0, 1.0, 1.0])
     assert reliability(delta, episode, torch.ones(4).bool()).tolist() == [1.0, 1.0, 0.5, 1.0]
     assert reliability(torch.zeros(4), episode, torch.tensor([True, True, False, False])).tolist() == [1.0] * 4
-
-
-def test_reliability_of_an_ongoing_episode_without_errors():
-    """By Eq. 16, the reliability is 0 / F."""
-    episode = torch.tensor([0, 0, 1, 1])
-    delta = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    assert reliability(delta, episode, torch.zeros(4).bool()).tolist() == [0.0, 0.0, 0.5, 1.0]
-
-
-def test_reliability_of_nothing():
-    empty = torch.zeros(0)
-    assert reliability(empty, empty.long(), empty.bool()).shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

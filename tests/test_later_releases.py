@@ -103,22 +103,6 @@ def test_samples_are_counted_in_rows(length, compiled):
 
 
 @later
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
-def test_a_rate_limited_buffer_takes_priorities_by_index(name):
-    sampler = SAMPLERS[name]()
-    rb = RateLimited(storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=BATCH, samples_per_insert=1.0)
-    rb.extend(random_rows(2 * BATCH))
-    for _ in range(2):
-        batch, info = rb.sample(return_info=True)
-        assert batch.shape == info["priority_weight"].shape == (BATCH,)
-        rb.update_priority(info["index"], torch.rand(BATCH))
-    sampler.check_valid()
-    assert sampler.stats()["never_updated"] < 1 and sampler.stats()["dropped_updates"] == 0
-    with pytest.raises(RuntimeError, match="does not currently permit this sample"):
-        rb.sample()
-
-
-@later
 @pytest.mark.parametrize("base", [TensorDictReplayBuffer, CompilableReplayBuffer], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_rate_limit_combines_with_buffers_of_tensordicts(name, base):

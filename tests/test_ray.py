@@ -188,20 +188,6 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     assert_same(after.exclude(*changing), before.exclude(*changing))
 
 
-def test_saved_here_goes_on_there(buffers):
-    # a buffer of its own, because other tests compare those of the fixture with local ones
-    remote, local = remote_buffer("reaper"), local_buffer("reaper")
-    for first in (0, 32):
-        remote.extend(transitions(first))
-    local.extend(transitions(0))
-    local.update_priority(torch.arange(8), torch.rand(8))
-    remote.load_state_dict(local.state_dict())
-    there, here = map(sampler_state, (remote, local))
-    # the actor's buffer was written to before, and does not use the numbers of these writes again
-    assert there["num_writes"] > here["num_writes"]
-    assert_same(without_numbers(there), without_numbers(here))
-
-
 def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
     policy = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
     sampler = DecoupledSampler(ProportionalSampler(CAPACITY), policy)

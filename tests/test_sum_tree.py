@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 import pickle
 import random
@@ -211,26 +210,6 @@ TestTree.settings = TestPagedTree.settings = settings(
 # --- sums
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("capacity", [1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 4096, 100_000])
-def test_any_capacity(capacity, paged):
-    blocks = capacity // PAGE + 1
-    pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
-    tree = SumTree(capacity, track_min=True, **pages)
-    index = torch.randperm(capacity)[: capacity // 2 + 1]
-    masses = torch.zeros(capacity, dtype=torch.int64)
-    masses[index] = torch.randint(1, 2**30, (len(index),))
-    tree.write(index, masses[index])
-    tree.check_valid()
-    running = masses.cumsum(0)
-    assert torch.equal(tree.prefix(torch.arange(1, capacity + 1)), running)
-    assert int(tree.min()) == int(masses[index].min())
-    target = torch.randint(int(running[-1]), (1000,))
-    leaf, mass = tree.find(target)
-    assert torch.equal(leaf, torch.searchsorted(running, target, right=True))
-    assert torch.equal(mass, masses[leaf])
-
-
 def test_no_drift():
     """After 1e5 updates of all magnitudes, the sums are exactly those of the leaves."""
     tree = SumTree(1000, track_min=True)
@@ -246,62 +225,6 @@ def test_no_drift():
     assert int(tree.prefix(torch.tensor([1000]))) == sum(expected.tolist())
     tree.update(torch.arange(1000), torch.zeros(1000))
     assert int(tree.total()) == 0
-
-
-def test_order_of_updates_does_not_matter():
-    index, priority = torch.arange(500), torch.rand(500)
-    trees = [SumTree(500) for _ in range(2)]
-    trees[0].update(index, priority)
-    for i in torch.randperm(500).split(7):
-        trees[1].update(index[i], priority[i])
-    target = torch.randint(int(trees[0].total()), (1000,))
-    assert torch.equal(trees[0].find(target)[0], trees[1].find(target)[0])
-
-
-def test_duplicates_last_wins():
-    tree = SumTree(8)
-    tree.update(torch.tensor([3, 3, 1, 3]), torch.tensor([4.0, 2.0, 1.0, 0.5]))
-    assert_same_tree(tree, [0, UNIT, 0, UNIT // 2, 0, 0, 0, 0], track_min=False)
-
-
-@pytest.mark.parametrize("capacity", [10, 1000, 300_000])
-def test_duplicates_last_wins_in_a_large_update(capacity):
-    count = 200_000
-    index = torch.randint(capacity, (count,))
-    mass = torch.arange(1, count + 1)
-    last = dict(zip(index.tolist(), mass.tolist(), strict=True))
-    expected = [last.get(i, 0) for i in range(capacity)]
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        for _ in range(3):
-            tree = SumTree(capacity, track_min=True)
-            tree.write(index, mass)
-            tree.check_valid()
-            assert tree.get(torch.arange(capacity)).tolist() == expected
-            assert int(tree.total()) == sum(expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_duplicates_and_the_minimum():
-    """The minimum ignores a mass that a later duplicate overwrites."""
-    tree = SumTree(4, track_min=True)
-    tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
-    assert int(tree.min()) == 5
-    tree.write(torch.tensor([3, 3]), torch.tensor([1, 9]))
-    assert int(tree.min()) == 5
-    tree.write(torch.tensor([0, 0]), torch.tensor([3, 9]))
-    assert_same_tree(tree, [9, 6, 7, 9], track_min=True)
-
-
-@pytest.mark.parametrize("outside", [-1, 4, 15, 16, 10**12, -(10**12)])
-def test_rows_out_of_range_are_skipped(outside):
-    tree = SumTree(4, track_min=True)
-    tree.write(torch.arange(4), torch.tensor([5, 6, 7, 8]))
-    tree.write(torch.tensor([outside, 2]), torch.tensor([1, 9]))
-    assert_same_tree(tree, [5, 6, 9, 8], track_min=True)
-    assert tree.get(torch.tensor([outside, 3])).tolist() == [0, 8]
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -323,22 +246,6 @@ def test_a_slice_is_written_like_its_leaves(begin, end, paged):
             assert int(by_slice.min()) == int(by_leaves.min())
 
 
-def test_empty_update_changes_nothing():
-    tree = SumTree(3, track_min=True)
-    tree.update(torch.arange(3), torch.ones(3))
-    tree.update(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
-    assert_same_tree(tree, [UNIT] * 3, track_min=True)
-
-
-def test_capacity_one():
-    tree = SumTree(1, track_min=True)
-    tree.update(torch.tensor([0]), torch.tensor([2.5]))
-    leaf, mass = tree.sample(5)
-    assert leaf.tolist() == [0] * 5
-    assert mass.tolist() == [5 * UNIT // 2] * 5
-    assert_same_tree(tree, [5 * UNIT // 2], track_min=True)
-
-
 # --- fixed point
 
 
@@ -355,12 +262,6 @@ def test_priorities_are_rounded_up():
     expected = [mass_of(p) for p in priority.tolist()]
     assert expected[:2] == [UNIT, UNIT + 1]
     assert SumTree.to_mass(priority).tolist() == expected
-
-
-def test_to_mass_leaves_its_argument_alone():
-    priority = torch.tensor([0.3, 2.0])
-    SumTree.to_mass(priority)
-    assert torch.equal(priority, torch.tensor([0.3, 2.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -426,20 +327,6 @@ def test_update_refuses_and_changes_nothing(index, priority, named):
     assert_same_tree(tree, [2 * UNIT] * 5, track_min=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float32])
-def test_other_index_dtypes_are_understood_or_refused(dtype):
-    """An update is applied completely or not at all; it never changes leaves without their sums."""
-    tree = SumTree(5, track_min=True)
-    tree.update(torch.arange(5), torch.full((5,), 2.0))
-    try:
-        tree.update(torch.tensor([1, 3], dtype=dtype), torch.ones(2))
-    except (TypeError, ValueError, RuntimeError):
-        expected = [2 * UNIT] * 5
-    else:
-        expected = [2 * UNIT, UNIT, 2 * UNIT, UNIT, 2 * UNIT]
-    assert_same_tree(tree, expected, track_min=True)
-
-
 @pytest.mark.parametrize("stratified", [False, True])
 def test_all_zero_cannot_be_sampled(stratified):
     tree = SumTree(10)
@@ -469,35 +356,6 @@ def test_check_valid_can_fail(change):
 
 
 # --- draws
-
-
-@pytest.mark.parametrize("num", [1, 3, 8, 32, 60])
-def test_stratified_draws_one_per_stratum(num):
-    """With 60 leaves of equal mass a stratum of a batch of num is 60/num leaves wide."""
-    tree = SumTree(60)
-    tree.update(torch.arange(60), torch.ones(60))
-    for _ in range(50):
-        leaf, _ = tree.sample(num, stratified=True)
-        # the strata are in random order
-        for stratum, drawn in enumerate(sorted(leaf.tolist())):
-            # the stratum [stratum, stratum + 1) * 60 / num overlaps the leaf [drawn, drawn + 1)
-            assert stratum * 60 < (drawn + 1) * num
-            assert drawn * num < (stratum + 1) * 60
-
-
-def test_stratified_counts():
-    """Per batch: floor(B p) - 1 <= n <= ceil(B p) + 1; and on average B p."""
-    priority = torch.rand(20) ** 3
-    tree = SumTree(20)
-    tree.update(torch.arange(20), priority)
-    expected = 32 * tree.probability(torch.arange(20))
-    total = torch.zeros(20)
-    for _ in range(500):
-        counts = tree.sample(32, stratified=True)[0].bincount(minlength=20)
-        assert (counts >= expected.floor() - 1).all()
-        assert (counts <= expected.ceil() + 1).all()
-        total += counts
-    torch.testing.assert_close(total.double() / 500, expected, rtol=0.0, atol=0.15)
 
 
 def test_largest_random_number(monkeypatch):
@@ -542,155 +400,11 @@ def test_empty_leaves_are_never_drawn(stratified):
     assert int((counts[1::3] > 0).sum()) == 30
 
 
-@pytest.mark.parametrize("stratified", [False, True])
-def test_generator_decides(stratified):
-    tree = SumTree(1000)
-    tree.update(torch.arange(1000), torch.rand(1000))
-    generator = torch.Generator().manual_seed(3)
-    state, global_state = generator.get_state(), torch.get_rng_state()
-    first = tree.sample(50, stratified=stratified, generator=generator)[0]
-    second = tree.sample(50, stratified=stratified, generator=generator)[0]
-    assert not torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), global_state)
-    generator.set_state(state)
-    assert torch.equal(tree.sample(50, stratified=stratified, generator=generator)[0], first)
-    torch.manual_seed(5)
-    first = tree.sample(50, stratified=stratified)[0]
-    torch.manual_seed(5)
-    assert torch.equal(tree.sample(50, stratified=stratified)[0], first)
-
-
-def test_sampling_changes_nothing():
-    tree = SumTree(50, track_min=True)
-    tree.update(torch.arange(50), torch.rand(50))
-    masses = tree.get(torch.arange(50)).tolist()
-    target = torch.tensor([0, 5, 9])
-    tree.sample(20)
-    tree.find(target)
-    assert target.tolist() == [0, 5, 9]
-    assert_same_tree(tree, masses, track_min=True)
-
-
 # --- copies
 
 
 def pickled(tree):
     return pickle.loads(pickle.dumps(tree))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-@pytest.mark.parametrize("paged", [False, True])
-def test_a_copy_lives_on_its_own(duplicate, paged):
-    pages = dict(page_table=torch.arange(2), num_pages=2) if paged else {}
-    tree = SumTree(100, track_min=True, **pages)
-    tree.update(torch.arange(100), torch.rand(100))
-    tree.sample(3)
-    masses = tree.get(torch.arange(100)).tolist()
-    other = duplicate(tree)
-    assert_same_tree(other, masses, track_min=True)
-    for first, second in ((other, tree), (tree, other)):
-        kept = second.get(torch.arange(100)).tolist()
-        first.update(torch.arange(50), 5 + torch.rand(50))
-        changed = first.get(torch.arange(100)).tolist()
-        assert changed != kept
-        for each, expected in ((first, changed), (second, kept)):
-            assert_same_tree(each, expected, track_min=True)
-            target = torch.linspace(0, sum(expected) - 1, 20, dtype=torch.float64).long()
-            assert each.find(target)[0].tolist() == [scan(expected, t) for t in target.tolist()]
-            assert set(each.sample(10)[1].tolist()) <= set(expected)
-    other.clear_()
-    assert_same_tree(other, [0] * 100, track_min=True)
-    assert int(tree.total()) > 0
-    tree.clear_()
-    other.update(torch.tensor([7]), torch.tensor([1.0]))
-    assert other.sample(4)[0].tolist() == [7] * 4
-    assert int(tree.total()) == 0
-
-
-# --- one tree, several processes
-
-
-class SharingTensors(pickle.Pickler):
-    """A pickler that copies Python attributes and shares tensors, as between processes with shared memory."""
-
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj):
-        if isinstance(obj, torch.Tensor):
-            self.tensors.append(obj)
-            return len(self.tensors) - 1
-        return None
-
-
-def in_another_process(tree: SumTree) -> SumTree:
-    """The tree as another process sees it."""
-    file = io.BytesIO()
-    pickler = SharingTensors(file)
-    pickler.dump(tree)
-    unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
-    unpickler.persistent_load = pickler.tensors.__getitem__
-    return unpickler.load()
-
-
-def shared_trees(capacity: int, count: int = 2, **pages) -> list[SumTree]:
-    tree = SumTree(capacity, track_min=True, **pages)
-    tree.write(torch.arange(capacity), torch.full((capacity,), 50))
-    trees = [tree, *(in_another_process(tree) for _ in range(count - 1))]
-    assert [int(each.min()) for each in trees] == [50] * count
-    return trees
-
-
-def write_directly(tree: SumTree) -> None:
-    page = 0 if tree.page_table is None else int(tree.page_table[0])
-    tree.leaves[page * PAGE + 3] = 7
-    tree.rebuild_()
-
-
-CHANGES = {
-    "write": lambda tree: tree.write(torch.tensor([3]), torch.tensor([7])),
-    "update": lambda tree: tree.update(torch.tensor([3]), torch.tensor([7 / UNIT])),
-    "leaves and rebuild": write_directly,
-    "clear": lambda tree: (tree.clear_(), tree.write(torch.tensor([3]), torch.tensor([7]))),
-}
-
-
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_minimum_after_a_write_of_another_process(change, paged):
-    pages = dict(page_table=torch.zeros(1, dtype=torch.int64), num_pages=1) if paged else {}
-    ours, other = shared_trees(40, **pages)
-    CHANGES[change](other)
-    assert int(ours.min()) == int(other.min()) == 7
-    CHANGES[change](ours)
-    other.write(torch.tensor([3]), torch.tensor([60]))
-    assert int(ours.min()) == int(other.min()) == (60 if change == "clear" else 50)
-    ours.check_valid()
-    other.check_valid()
-
-
-def test_several_processes_share_a_tree():
-    """Random writes and reads of three processes, against a list."""
-    rng = random.Random(0)
-    trees, masses = shared_trees(40, count=3), [50] * 40
-    for _ in range(2000):
-        tree = rng.choice(trees)
-        index = [rng.randrange(40) for _ in range(rng.randint(1, 4))]
-        mass = [rng.choice([0, *range(40, 60)]) for _ in index]
-        tree.write(torch.tensor(index), torch.tensor(mass))
-        for i, m in zip(index, mass, strict=True):
-            masses[i] = m
-        if rng.random() < 0.02:
-            tree.rebuild_()
-        if rng.random() < 0.02:
-            # a process ends, and another process starts
-            trees[rng.randrange(3)] = in_another_process(rng.choice(trees))
-        if any(masses):
-            asked = rng.choice(trees)
-            assert int(asked.min()) == min(mass for mass in masses if mass)
-    for tree in trees:
-        assert_same_tree(tree, masses, track_min=True)
 
 
 # --- maxima

@@ -117,7 +117,9 @@ def rows(*, mask: bool = False, key: Any = "logits", spread: float = 1.5, one_ho
     last = key if isinstance(key, str) else key[-1]
     batch[key] = mu.probs if last == "probs" else mu.logits + 3
     if mask:
-        batch[key][~batch["collector", "mask"]] = 0
+        masked = ~batch["collector", "mask"]
+        batch[key][masked] = 0
+        batch["action"][masked] = 0 if one_hot else -1
     return batch
 
 
@@ -263,99 +265,6 @@ def test_truncation_with_correction_leaves_the_policy_gradient(c):
     assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(-value, setting.parameters))
 
 
-def on_policy(setting: Setting) -> TensorDict:
-    batch = rows()
-    batch["logits"] = setting.networks.logits(batch["observation"]).detach()
-    batch["action"] = Categorical(logits=batch["logits"]).sample()
-    return batch
-
-
-def score_function(setting: Setting, batch: TensorDict, weight: Tensor) -> Tensor:
-    """The mean of −weight · log π(a_t|x_t)."""
-    log_pi = setting.networks.logits(batch["observation"]).log_softmax(-1)
-    return -(weight.detach() * log_pi.gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)).mean()
-
-
-def advantages(setting: Setting, batch: TensorDict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Q^ret − V [B, T], and Q − V, π and μ [B, T, A], by a loop over time."""
-    pi, mu = setting.networks.logits(batch["observation"]).softmax(-1), batch["logits"].softmax(-1)
-    q = setting.networks.value(batch["observation"])
-    value = (pi * q).sum(-1)
-    taken = batch["action"].unsqueeze(-1)
-    following = batch["next", "observation"]
-    next_value = (setting.networks.logits(following).softmax(-1) * setting.networks.value(following)).sum(-1)
-    target = torch.zeros(batch.shape, dtype=torch.float64)
-    done, terminated = batch["next", "done"].squeeze(-1), batch["next", "terminated"].squeeze(-1)
-    correction = torch.zeros(batch.shape[0], dtype=torch.float64)
-    for t in reversed(range(batch.shape[1])):
-        future = torch.where(done[:, t], 0.0, correction) + next_value[:, t]
-        future = torch.where(terminated[:, t], 0.0, future)
-        target[:, t] = batch["next", "reward"][:, t, 0] + setting.loss.gamma * future
-        rho = (pi / mu).gather(-1, taken)[:, t, 0].clamp_max(1)
-        correction = rho * (target[:, t] - q.gather(-1, taken)[:, t, 0])
-    return target - value, q - value.unsqueeze(-1), pi, mu
-
-
-@pytest.mark.parametrize("statistics", STATISTICS)
-@pytest.mark.parametrize("c", [1.0, 10.0, math.inf])
-def test_on_policy_it_is_an_actor_critic(statistics, c):
-    setting = Setting(c=c, trust_region=False, statistics=statistics)
-    batch = on_policy(setting)
-    result = setting.loss(batch)
-    assert abs(result["rho"].item() - 1) < 1e-12
-    assert result["bc_weight"].item() < 1e-12
-    expected = score_function(setting, batch, advantages(setting, batch)[0])
-    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(expected, setting.parameters))
-
-
-@pytest.mark.parametrize("statistics", STATISTICS)
-def test_without_truncation_it_is_importance_sampling(statistics):
-    setting, batch = Setting(c=math.inf, trust_region=False, statistics=statistics), rows()
-    result = setting.loss(batch)
-    of_return, _, pi, mu = advantages(setting, batch)
-    rho = (pi / mu).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    assert_same_gradients(
-        gradients(result["loss_actor"], setting.parameters),
-        gradients(score_function(setting, batch, rho * of_return), setting.parameters),
-    )
-    assert result["bc_weight"] == 0
-
-
-@pytest.mark.parametrize("statistics", STATISTICS)
-def test_with_c_0_it_learns_from_q_alone(statistics):
-    setting, batch = Setting(c=0.0, trust_region=False, statistics=statistics), rows()
-    result = setting.loss(batch)
-    _, of_critic, pi, _ = advantages(setting, batch)
-    expected = -(pi * of_critic.detach()).sum(-1).mean()
-    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(expected, setting.parameters))
-    assert result["rho"] == 0
-
-
-@pytest.mark.parametrize("kind", ["logits", "probs"])
-def test_without_a_trust_region_all_statistics_are_one(kind):
-    found = []
-    for statistics in STATISTICS:
-        torch.manual_seed(1)
-        setting = Setting(kind, trust_region=False, statistics=statistics)
-        found.append(gradients(setting.loss(rows())["loss_actor"], setting.parameters))
-    assert_same_gradients(found[0], found[1])
-    assert_same_gradients(found[0], found[2])
-
-
-def test_no_step_leaves_the_trust_region():
-    setting, batch = Setting(statistics="logits", reduction="sum"), rows()
-    logits = []
-    setting.networks.policy_head.register_forward_hook(lambda module, arguments, output: logits.append(output))
-    result = setting.loss(batch)
-    # the first call of the hook has the logits for x_t
-    (gradient,) = torch.autograd.grad(result["loss_actor"], logits[0])
-    average = setting.average.logits(batch["observation"]).softmax(-1).detach()
-    increase = ((logits[0].softmax(-1) - average) * -gradient).sum(-1).detach()
-    at_bound = (increase - setting.loss.delta).abs() < 1e-12
-    assert (at_bound | (increase < setting.loss.delta)).all()
-    assert at_bound.double().mean() == result["tr_active"]
-
-
 # --- batches
 
 
@@ -402,9 +311,6 @@ def test_several_agents_are_refused():
     SoftUpdate(loss, eps=0.75)
     with pytest.raises(ValueError, match=r"'logits'.*\(4, 9, 2, 4\), expected \(4, 9, 'A'\).*[Ss]everal agents"):
         loss(batch)
-
-
-# --- where gradients flow
 
 
 # --- extremes

@@ -4,39 +4,18 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
-from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import GymEnv
-from torchrl.modules import IndependentNormal, MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.modules import MaskedCategorical, OneHotCategorical, TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from torchrl_replay_ext import ACERLoss, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss
 from torchrl_replay_ext.functional import (
-    gaussian_policy_kl,
     importance_ratio,
-    importance_sampling_return,
-    off_policy_trace_return,
-    q_opc,
     retrace,
 )
-
-
-class NormalNetwork(nn.Module):
-    """A policy for one action from three observations."""
-
-    def __init__(self):
-        super().__init__()
-        self.loc = nn.Linear(3, 1)
-
-    def forward(self, observation):
-        loc = self.loc(observation)
-        return loc, torch.ones_like(loc)
 
 
 class Impossible(nn.Module):
@@ -66,28 +45,6 @@ def test_zeros_in_place_of_a_scale_are_refused(mask):
     batch["scale"][2, 1, 0] = 0
     with pytest.raises(ValueError, match=r"'scale' of the behaviour policy is not > 0 in 1 steps.*init_random_frames"):
         setting.loss(batch)
-
-
-def test_collectors_store_zeros_for_random_frames():
-    """What the error is about: if this changes, the advice has to."""
-    network = TensorDictModule(NormalNetwork(), in_keys=["observation"], out_keys=["loc", "scale"])
-    actor = ProbabilisticActor(network, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
-    collector = Collector(
-        GymEnv("Pendulum-v1"),
-        actor,
-        frames_per_batch=5,
-        total_frames=10,
-        init_random_frames=5,
-        auto_register_policy_transforms=False,
-    )
-    try:
-        first, second = (data.clone() for data in collector)
-    finally:
-        collector.shutdown()
-    assert not first["scale"].any() and second["scale"].all()
-
-
-# --- transitions of several steps
 
 
 # --- probabilities
@@ -164,53 +121,3 @@ def test_half_precision_stays_finite(statistics, c):
     one, no = torch.ones(2, 1, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bool)
     retrace(0.9, 1.0, log_pi, -15 * one, one, one, one, no).sum().backward()
     assert log_pi.grad is not None and log_pi.grad.isfinite().all()
-
-
-# --- masks
-
-
-# --- arguments
-
-
-@pytest.mark.parametrize("gamma", [-0.1, 2.0, math.nan])
-def test_discounts_out_of_range(gamma):
-    x, no = torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.bool)
-    calls = [
-        lambda: off_policy_trace_return(gamma, x, x, x, x, no),
-        lambda: retrace(gamma, 1.0, x, x, x, x, x, no),
-        lambda: q_opc(gamma, 1.0, x, x, x, no),
-        lambda: importance_sampling_return(gamma, x, x, x, x, no),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="gamma must be in"):
-            call()
-
-
-def test_divergence_of_invalid_differences():
-    for shape in ((3,), (0, 3)):
-        with pytest.raises(ValueError, match="expected"):
-            gaussian_policy_kl(torch.zeros(shape), 0.1)
-    with pytest.raises(ValueError, match="its square"):
-        gaussian_policy_kl(torch.zeros(4, 2), 1e-23, eps=0.0)
-
-
-# --- slices
-
-
-@pytest.mark.parametrize("has_terminated", [False, True])
-def test_an_end_without_a_truncated_entry(has_terminated):
-    """Row 4 is done but not terminated, row 9 terminates, and the rows after it have not ended."""
-    done, terminated = torch.zeros(2, 13, 1, dtype=torch.bool)
-    done[4], done[9], terminated[9] = True, True, True
-    following = {"done": done, **({"terminated": terminated} if has_terminated else {})}
-    data = TensorDict({"logits": torch.zeros(13, 2), "step": torch.arange(13), "next": following}, [13])
-    sampler = TrajectoryRetraceSampler(slice_len=5)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(13), sampler=sampler, batch_size=200)
-    rb.extend(data)
-    sample = rb.sample()
-    ends = sample["next", "done"].flatten()
-    truncated = {step: set() for step in (4, 9, 12)}
-    for step, value in zip(sample["step"][ends].tolist(), sample["next", "truncated"].flatten()[ends], strict=True):
-        if step in truncated:
-            truncated[step].add(bool(value))
-    assert truncated == {4: {has_terminated}, 9: {False}, 12: {True}}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributions import Categorical
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
-from torchrl.objectives import DQNLoss, SoftUpdate
+from torchrl.objectives import SoftUpdate
 
 from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
 
@@ -169,42 +169,3 @@ def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their
     loss(zeros)
     changed = (zeros["td_error"] != batch["td_error"])[:, 0]
     assert torch.equal(changed, inside)
-
-
-def test_updates_of_acer_on_replayed_slices_reach_the_lstm():
-    setting = Recurrent()
-    anchors = ProportionalSampler()
-    rb = replay_of_slices(setting, anchors)
-    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA)
-    average = SoftUpdate(loss, eps=0.9)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-    weights = [weight for name, weight in loss.named_parameters() if "lstm" in name]
-    assert len(weights) == 4
-    before = [weight.detach().clone() for weight in weights]
-    for _ in range(3):
-        batch = rb.sample()
-        slices = batch.reshape(-1, 4)
-        losses = loss(slices)
-        for name in ("loss_actor", "loss_qvalue"):
-            gradients = torch.autograd.grad(losses[name], weights, retain_graph=True)
-            assert all(gradient.any() for gradient in gradients), name
-        optimizer.zero_grad()
-        sum(losses[name] for name in ("loss_actor", "loss_qvalue", "loss_entropy")).backward()
-        optimizer.step()
-        average.step()
-        batch["td_error"] = slices["td_error"].reshape(-1)
-        rb.update_tensordict_priority(batch)
-    assert not any(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
-    assert anchors.stats()["never_updated"] < 1
-
-
-def test_a_recurrent_dqn_keeps_the_hidden_states_of_episodes_apart():
-    setting = Recurrent()
-    loss = DQNLoss(setting.q_network, action_space="categorical", delay_value=True)
-    SoftUpdate(loss, eps=0.9)
-    loss.make_value_estimator(RetraceEstimator(gamma=GAMMA, value_network=setting.q_network, policy="greedy"))
-    batch = setting.rows.exclude("expected")
-    loss(batch)
-    taken = setting.rows["expected", "q"].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    error = setting.q_ret("next_max", greedy) - taken
-    torch.testing.assert_close(batch["td_error"].squeeze(-1), error.square(), rtol=0, atol=1e-10)

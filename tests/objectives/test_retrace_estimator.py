@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Normal
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import (
-    DistributionalQValueActor,
     MaskedCategorical,
     NormalParamExtractor,
     OneHotCategorical,
@@ -21,13 +18,8 @@ from torchrl.modules import (
 )
 from torchrl.objectives import (
     A2CLoss,
-    ClipPPOLoss,
-    DiscreteCQLLoss,
-    DiscreteIQLLoss,
     DiscreteSACLoss,
-    DistributionalDQNLoss,
     DQNLoss,
-    SACLoss,
     SoftUpdate,
 )
 from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
@@ -204,13 +196,6 @@ def test_any_batch_shape_and_time_dimension():
     assert same(estimator(named)["value_target"], lambda x: x.transpose(0, 1))
 
 
-def test_a_transition_is_td_0():
-    value, pi, batch = mlp(), mlp(), experience(7, 1)
-    estimator = estimator_of(value, pi)
-    v = expected_value(batch["next", "observation"], value, pi).masked_fill(batch["next", "terminated"], 0.0)
-    assert estimator.value_estimate(batch).sub(batch["next", "reward"] + GAMMA * v).abs().max() < 1e-12
-
-
 def test_actions_that_are_not_allowed():
     """An action with π = 0 may have an infinite Q."""
     value, pi, batch = mlp(), mlp(), experience(3, 9)
@@ -351,34 +336,6 @@ def test_masked_steps_may_hold_anything(bad, policy, mu_key):
     torch.testing.assert_close(*results)
 
 
-def test_masked_steps_give_a_dqn_no_nan():
-    batch, network = experience(4, 9), critic()
-    loss, _ = dqn(network, actor_network=actor())
-    valid = torch.arange(9) < torch.tensor([9, 5, 1, 8]).unsqueeze(-1)
-    batch["collector", "mask"] = valid
-    found = []
-    for content in (0.0, math.nan):
-        # "observation" stays valid, because the loss runs its network on it
-        for key in ("action_log_prob", ("next", "observation"), ("next", "reward")):
-            batch[key][~valid] = content
-        found.append(torch.autograd.grad(loss(batch.clone())["loss"], list(network.parameters())))
-    torch.testing.assert_close(*found)
-
-
-def test_ratios_of_any_size():
-    batch = experience(3, 20).apply(lambda x: x.to(torch.float32) if x.is_floating_point() else x)
-    batch["action_log_prob"] = torch.where(torch.rand(3, 20) < 0.5, -300.0, 0.0)
-    decided = mlp().to(torch.float32)
-    with torch.no_grad():
-        decided[2].weight.mul_(1000)
-    pi = actor(decided)
-    assert pi.get_dist(batch).logits.min() < -200
-    for c in (1.0, 10.0):
-        value = critic(mlp().to(torch.float32))
-        estimator = RetraceEstimator(gamma=GAMMA, value_network=value, actor_network=pi, rho_thresh=c)
-        assert estimator.value_estimate(batch).isfinite().all()
-
-
 # --- the conventions of TorchRL's estimators
 
 
@@ -451,23 +408,6 @@ def test_skip_existing():
         assert bool(same) is (skip_existing is True)
 
 
-def test_scalars_may_be_tensors():
-    batch, value, pi = experience(3, 9), critic(), actor()
-    arguments = {"gamma": 0.5, "lmbda": 0.5, "rho_thresh": 2.0, "rho_power": 0.5}
-    expected = RetraceEstimator(**arguments, value_network=value, actor_network=pi).value_estimate(batch)
-    tensors = {key: torch.tensor(x) for key, x in arguments.items()}
-    estimator = RetraceEstimator(**tensors, value_network=value, actor_network=pi, device="cpu")
-    assert torch.equal(estimator.value_estimate(batch), expected)
-
-
-def test_copies():
-    batch = experience(3, 9)
-    estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=actor(), lmbda=0.5)
-    expected = estimator.value_estimate(batch)
-    for other in (copy.deepcopy(estimator), pickle.loads(pickle.dumps(estimator))):
-        assert torch.equal(other.value_estimate(batch), expected)
-
-
 def test_the_registry():
     assert default_value_kwargs("retrace") == {"gamma": 0.99, "lmbda": 1.0}
     loss = DQNLoss(critic(), action_space="categorical")
@@ -531,35 +471,11 @@ def state_critic():
     return TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_value"])
 
 
-def action_critic():
-    return TensorDictModule(mlp(1), in_keys=["observation"], out_keys=["state_action_value"])
-
-
-def gaussian():
-    network = nn.Sequential(mlp(ACTIONS), NormalParamExtractor())
-    module = TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"])
-    return ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=Normal, return_log_prob=True)
-
-
 OTHER_LOSSES = {
     "DiscreteSACLoss": lambda: DiscreteSACLoss(
         actor(return_log_prob=True), critic(), action_space="categorical", num_actions=ACTIONS
     ),
-    "DiscreteCQLLoss": lambda: DiscreteCQLLoss(critic(), action_space="categorical"),
-    "DiscreteIQLLoss": lambda: DiscreteIQLLoss(actor(), critic(), state_critic(), action_space="categorical"),
-    "DistributionalDQNLoss": lambda: DistributionalDQNLoss(
-        DistributionalQValueActor(
-            nn.Sequential(nn.Linear(OBSERVATION, 3 * ACTIONS), nn.Unflatten(-1, (3, ACTIONS)), nn.LogSoftmax(-2)),
-            in_keys=["observation"],
-            support=torch.arange(3.0),
-            action_space="categorical",
-        ),
-        gamma=GAMMA,
-        delay_value=False,
-    ),
-    "SACLoss": lambda: SACLoss(gaussian(), action_critic(), target_entropy=-1.0),
     "A2CLoss": lambda: A2CLoss(actor(return_log_prob=True), state_critic()),
-    "ClipPPOLoss": lambda: ClipPPOLoss(actor(return_log_prob=True), state_critic()),
 }
 
 
@@ -581,17 +497,6 @@ def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name)
             assert loss._value_estimator is before
     with pytest.raises(TypeError, match=rf"RetraceEstimator\.for_loss\({name}\): .*supports DQNLoss"):
         build_value_estimator(loss, "retrace", value_network=critic(), policy="greedy")
-
-
-def test_subclasses_of_dqn_loss_and_other_modules_may_hold_the_estimator():
-    class OwnDQNLoss(DQNLoss):
-        pass
-
-    loss = OwnDQNLoss(critic(), action_space="categorical")
-    estimator = estimator_of()
-    loss.make_value_estimator(estimator)
-    assert loss.value_estimator is estimator
-    assert nn.ModuleList([estimator])[0] is estimator
 
 
 # --- in DQNLoss
@@ -655,15 +560,6 @@ def test_the_estimator_adds_nothing_to_the_loss():
     assert loss.value_estimator.tensor_keys.reward == "r"
 
 
-def test_masks_in_dqn_loss():
-    batch = experience(4, 9)
-    loss, _ = dqn(critic(), actor_network=actor())
-    lengths = torch.tensor([9, 5, 1, 8])
-    rows = [loss(batch[i : i + 1, :n].clone())["loss"] * n for i, n in enumerate(lengths.tolist())]
-    batch["collector", "mask"] = torch.arange(9) < lengths.unsqueeze(-1)
-    torch.testing.assert_close(loss(batch)["loss"], sum(rows) / lengths.sum())
-
-
 def test_a_network_that_replaces_the_actions_taken():
     value, batch = mlp(), experience(3, 9)
     qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
@@ -704,87 +600,6 @@ def test_double_dqn():
     taken = value(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1))
     expected = nn.functional.mse_loss(taken, batch["next", "reward"] + GAMMA * v)
     torch.testing.assert_close(loss(batch)["loss"], expected)
-
-
-# --- a chain
-
-
-class Chain:
-    """A row of states with moves left and right; reward 1 and termination after the last state; at most 12 steps."""
-
-    states, limit = 5, 12
-
-    def __init__(self):
-        self.go = torch.zeros(self.states, 2, self.states + 1, dtype=torch.float64)
-        for x in range(self.states):
-            self.go[x, 0, max(x - 1, 0)] = self.go[x, 1, x + 1] = 1.0
-
-    def solve(self, pi):
-        """Q^π [X, A], or Q* without ``pi``."""
-        q = torch.zeros(self.states, 2, dtype=torch.float64)
-        for _ in range(500):
-            v = q.max(-1).values if pi is None else (pi * q).sum(-1)
-            q = self.go @ torch.cat([GAMMA * v, torch.ones(1)])
-        return q
-
-    def collect(self, rows, length, mu, generator):
-        x, age, steps = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), []
-        one_hot = lambda x: nn.functional.one_hot(x, self.states + 1)[..., : self.states].float()  # noqa: E731
-        for _ in range(length):
-            action = torch.multinomial(mu[x], 1, generator=generator).squeeze(-1)
-            behind, age = self.go[x, action].argmax(-1), age + 1
-            terminated = behind == self.states
-            done = terminated | (age == self.limit)
-            content = {
-                "observation": one_hot(x),
-                "action": action,
-                "action_log_prob": mu[x, action].log(),
-                "next": {
-                    # after the last state there is no observation
-                    "observation": one_hot(behind).masked_fill(terminated.unsqueeze(-1), math.nan),
-                    "reward": terminated.float().unsqueeze(-1),
-                    "done": done.unsqueeze(-1),
-                    "terminated": terminated.unsqueeze(-1),
-                },
-            }
-            steps.append(TensorDict(content, [rows]))
-            x, age = behind.masked_fill(done, 0), age.masked_fill(done, 0)
-        return torch.stack(steps, 1)
-
-
-@pytest.mark.parametrize("policy", ["actor", "greedy"])
-def test_a_dqn_learns_from_replayed_trajectories(policy):
-    """Learns Q* from steps of a random policy, or Q^π of a policy that differs from the behaviour policy."""
-    generator = torch.Generator().manual_seed(1)
-    chain = Chain()
-    mu = torch.full((chain.states, 2), 0.5)
-    pi = torch.tensor([[0.2, 0.8]]).expand(chain.states, 2)
-    policy_network = nn.Linear(chain.states, 2)
-    nn.init.zeros_(policy_network.weight)
-    policy_network.bias.data.copy_(pi[0].log())
-
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(400), batch_size=32)
-    replay.extend(chain.collect(400, 20, mu, generator))
-    table = nn.Linear(chain.states, 2, bias=False)
-    loss = DQNLoss(critic(table), action_space="categorical", delay_value=True)
-    targets = SoftUpdate(loss, eps=0.8)
-    estimator = RetraceEstimator(
-        gamma=GAMMA,
-        value_network=loss.value_network,
-        actor_network=actor(policy_network) if policy == "actor" else None,
-        policy=policy,
-    )
-    loss.make_value_estimator(estimator)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
-    for step in range(300):
-        if step == 200:
-            optimizer.param_groups[0]["lr"] = 0.005
-        loss(replay.sample())["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        targets.step()
-    expected = chain.solve(pi.double() if policy == "actor" else None)
-    assert table.weight.T.sub(expected).abs().max() < 0.04
 
 
 # --- bad input

@@ -10,19 +10,17 @@ import torch
 import torch._dynamo
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.objectives import SoftUpdate
 
 from tests.emulated_device import EmulatedDevice
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
-from tests.objectives.test_acer_contract import both, setting_of
+from tests.objectives.test_acer_contract import LAYOUTS, both, name_of, setting_of
 from tests.objectives.test_recurrent import Recurrent
-from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, dqn, experience, mlp, naive
+from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, experience, mlp, naive
 from tests.objectives.trajectories import (
-    assert_agrees,
-    assert_compiles,
     assert_same,
     assert_same_gradients_of,
     gradients,
@@ -80,29 +78,17 @@ def states_evaluated(network: nn.Module) -> Iterator[list[int]]:
 # --- values
 
 
-@both
+@pytest.mark.parametrize(
+    ("acer", "arguments"),
+    [*LAYOUTS, *((acer, {"returns": "importance_sampling"}) for acer in (discrete, continuous))],
+    ids=name_of,
+)
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("returns", ["retrace", "importance_sampling"])
-def test_slices_have_the_losses_of_two_passes(acer, mask, returns):
-    setting, batch = setting_of(acer, returns=returns), slices(acer, mask=mask)
+def test_slices_have_the_losses_of_two_passes(acer, arguments, mask):
+    setting, batch = setting_of(acer, **arguments), slices(acer, mask=mask)
     expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
     assert_same(result, expected, 1e-12)
     assert_same_gradients_of(result, expected, setting, 1e-12)
-
-
-@pytest.mark.parametrize("trunk", ["apart", "hidden", "modules"])
-@pytest.mark.parametrize("mask", [False, True])
-def test_slices_of_discrete_actions_are_algorithm_2(trunk, mask):
-    setting, batch = discrete.Setting(trunk=trunk), slices(discrete, mask=mask)
-    assert_agrees(setting.loss(batch, shifted=True), discrete.algorithm_2(setting, batch))
-
-
-@pytest.mark.parametrize("arguments", [{}, {"shared": True}, {"dueling": False}], ids=str)
-@pytest.mark.parametrize("mask", [False, True])
-def test_slices_of_continuous_actions_are_algorithm_3(arguments, mask):
-    setting, batch = continuous.Setting(**arguments).record(), slices(continuous, mask=mask)
-    result = setting.loss(batch, shifted=True)
-    assert_agrees(result, continuous.algorithm_3(setting, batch))
 
 
 @both
@@ -127,39 +113,12 @@ def test_samples_of_the_sampler_have_the_losses_of_two_passes(acer):
 
 
 @both
-def test_any_number_of_batch_dimensions(acer):
-    setting, batch = setting_of(acer), slices(acer)
-    expected = setting.loss(batch.clone(), shifted=True)
-    for shaped in (batch.reshape(2, 2, TIME), batch.reshape(1, 4, TIME)):
-        result = setting.loss(shaped, shifted=True)
-        assert_same(result, expected, 1e-12)
-    for rows in (batch[:, :1], batch[2]):
-        result, expected = setting.loss(rows, shifted=True), setting.loss(rows)
-        assert_same(result, expected, 1e-12)
-
-
-@both
 def test_rounding_of_a_transform_changes_nothing(acer):
     setting, batch = setting_of(acer), slices(acer)
     expected = setting.loss(batch.clone())
     batch["next", "observation"] *= 1 + 1e-15
     result = setting.loss(batch, shifted=True)
     assert_same(result, expected, 1e-10)
-
-
-@both
-def test_keyword_tensors(acer):
-    setting, batch = setting_of(acer), slices(acer, mask=False)
-    expected = setting.loss(batch.clone(), shifted=True)
-    tensors = {"_".join(key if isinstance(key, tuple) else (key,)): value for key, value in batch.items(True, True)}
-    for value, key in zip(setting.loss(**tensors, shifted=True), setting.loss.out_keys, strict=True):
-        assert torch.equal(value, expected[key])
-
-
-@both
-def test_a_single_graph(acer):
-    setting = setting_of(acer)
-    assert_compiles(setting.loss, slices(acer), setting.parameters, shifted=True)
 
 
 # --- cost
@@ -193,15 +152,21 @@ def test_continuous_actions_evaluate_one_further_state_per_row():
 
 @both
 @pytest.mark.parametrize("batch", [truncated_inside, unrelated])
-def test_other_batches_are_refused_or_marked_by_nan(acer, batch):
+def test_other_batches_are_refused(acer, batch):
     setting, rows = setting_of(acer), batch(acer)
     assert losses(setting.loss(rows.clone())).isfinite()
     with pytest.raises(ValueError, match=r"of 1 steps are neither .* use shifted=False for other batches"):
         setting.loss(rows, shifted=True)
     assert "td_error" not in set(rows.keys())
+
+
+def test_in_a_graph_other_batches_give_nan():
+    setting, batch = discrete.Setting(), slices(discrete)
     torch._dynamo.reset()
     compiled = torch.compile(lambda rows: setting.loss(rows, shifted=True), fullgraph=True, backend="eager")
-    result = compiled(rows)
+    expected = setting.loss(batch.clone(), shifted=True)
+    assert_same(compiled(batch), expected, 1e-12)
+    result = compiled(unrelated(discrete))
     assert result["loss_qvalue"].isnan() and result["loss_actor"].isnan()
     torch._dynamo.reset()
 
@@ -276,14 +241,6 @@ def episodes_of(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def mask_some(batch: TensorDict) -> TensorDict:
-    """Mask the last steps of rows that have not ended there."""
-    valid = torch.ones(batch.shape, dtype=torch.bool)
-    valid[0, 6:] = valid[1, 3:] = False
-    batch["collector", "mask"] = valid
-    return batch
-
-
 @pytest.mark.parametrize("policy", ["actor", "greedy"])
 @pytest.mark.parametrize("time_dim", [0, 1])
 def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
@@ -304,30 +261,6 @@ def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
     assert counts == [6 * 12]
     expected = naive(batch, value, pi if policy == "actor" else None)
     torch.testing.assert_close(result if time_dim else result.transpose(0, 1), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("policy", ["actor", "greedy"])
-def test_the_estimator_agrees_with_two_passes(policy):
-    batch, value, pi = mask_some(episodes_of(experience(6, 11))), mlp(), mlp()
-    batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = torch.nan
-    results: list[Tensor] = []
-    for shifted in (False, True):
-        arguments: dict[str, Any] = {"actor_network": actor(pi), "policy": policy, "shifted": shifted}
-        estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(value), **arguments)
-        found = estimator(batch.clone())
-        results.append(torch.cat([found["value_target"], found["advantage"]], -1))
-    valid = batch["collector", "mask"]
-    torch.testing.assert_close(results[1][valid], results[0][valid], rtol=0, atol=1e-12)
-
-
-def test_the_targets_of_a_dqn_agree_with_two_passes():
-    network, batch = critic(), episodes_of(experience(6, 11))
-    results = []
-    for shifted in (False, True):
-        loss, estimator = dqn(network, policy="greedy")
-        estimator.shifted = shifted
-        results.append(loss(batch.clone())["loss"])
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
 
 
 def test_the_estimator_refuses_other_batches():

@@ -10,9 +10,7 @@ from torch.distributions import Independent, Normal
 from torchrl.modules import TanhNormal
 from torchrl.objectives import SoftUpdate
 
-from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, policy_step, rows
-from tests.objectives.test_shifted import slices
 from tests.objectives.trajectories import (
     Sums,
     assert_agrees,
@@ -97,12 +95,6 @@ def test_is_appendix_e2_for_any_argument_and_batch(arguments, mask):
     setting = setting_of(c=2.0, **arguments)
     batch = rows(mask=mask, squashed=setting.squashed)
     assert_agrees(setting.loss(batch), appendix_e2(setting, batch))
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_slices_evaluate_states_once_with_the_same_losses(mask):
-    setting, batch = setting_of(c=2.0), slices(continuous, mask=mask)
-    assert_agrees(setting.loss(batch, shifted=True), appendix_e2(setting, batch))
 
 
 @pytest.mark.parametrize("c", [1.0, 5.0, math.inf])

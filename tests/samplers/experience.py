@@ -222,7 +222,8 @@ class ReplayWithReference:
         return self.sampler.probabilities(self.buffer.storage)
 
     def check(self, rtol: float = 1e-4, atol: float = 1e-9) -> None:
-        """Check the probabilities of the buffer against the reference."""
+        """Check the sampler, and the probabilities of the buffer against the reference."""
+        self.sampler.check_valid()
         probabilities = self.probabilities()
         expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
         assert probabilities.dtype == torch.float64

@@ -31,6 +31,36 @@ def test_what_is_not_a_number_is_a_type_error_that_names_it(sampler, name, value
     assert getattr(made, name) == before
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name", "value"),
+    [
+        *((sampler, name, value) for sampler in SAMPLERS for name in ("alpha", "beta") for value in (-0.1, NAN)),
+        *((sampler, "weight_norm", "maximum") for sampler in SAMPLERS),
+        (ProportionalSampler, "alpha", float("inf")),
+        (ProportionalSampler, "alpha", Anneal(-0.1, 1.0, 10)),
+        (RankBasedSampler, "beta", 1.5),
+        (RankBasedSampler, "segments", "linear"),
+        (ReaPERSampler, "omega", -0.1),
+        (ReaPERSampler, "truncated", "terminated"),
+        (ReaPERSampler, "num_streams", 0),
+        *((sampler, "eps", value) for sampler in (ProportionalSampler, ReaPERSampler) for value in (-1e-6, NAN)),
+        *((sampler, "capacity", value) for sampler in SAMPLERS for value in (0, -1)),
+    ],
+)
+def test_values_out_of_range_are_named_by_constructor_and_assignment(sampler, name, value):
+    with pytest.raises(ValueError, match=name):
+        sampler(**{"capacity": 8, name: value})
+    if name in ("alpha", "beta", "omega"):
+        made = sampler(8)
+        before = getattr(made, name)
+        with pytest.raises(ValueError, match=name):
+            setattr(made, name, value)
+        assert getattr(made, name) == before
+
+
 def test_numbers_of_any_kind_are_taken():
     for value in (torch.tensor(0.5), torch.tensor([0.5]).numpy()[0], 0.5):
         assert ProportionalSampler(8, alpha=value, eps=value).alpha == 0.5

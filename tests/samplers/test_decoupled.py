@@ -12,9 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
-from torchrl.envs import ObservationNorm
 from torchrl.modules import (
-    IndependentNormal,
     NormalParamExtractor,
     OneHotCategorical,
     ProbabilisticActor,
@@ -25,7 +23,6 @@ from torchrl.modules import (
 
 from tests.data import buffer_with, event_sampler, linear_policy
 from tests.events import scripted
-from tests.params import slow_but
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -91,12 +88,6 @@ def test_singular_covariances_are_infinitely_far_and_never_nan():
     assert gaussian_policy_kl(copies, 0.1, covariance="full", eps=0.0) == math.inf
 
 
-def test_a_batch_without_noise_is_penalised():
-    torch.manual_seed(0)
-    noisy, exact = 0.1 * torch.randn(256, 2), torch.zeros(256, 2)
-    assert gaussian_policy_kl(noisy, 0.1) < gaussian_policy_kl(exact, 0.1)
-
-
 def test_ornstein_uhlenbeck_noise():
     torch.manual_seed(0)
     x, values = torch.zeros(2000), []
@@ -115,6 +106,7 @@ def test_ornstein_uhlenbeck_noise():
         ({"noise_scale": torch.ones(3)}, r"noise_scale has shape \(3,\); actions of 2 dimensions"),
         ({"noise_scale": 0.1, "covariance": "block"}, "covariance must be 'diag' or 'full'"),
         ({"noise_scale": 0.1, "eps": -1.0}, "eps must be >= 0 and finite"),
+        ({"noise_scale": 1e-23, "eps": 0.0}, "its square"),
         ({"noise_scale": math.inf}, "noise_scale must be finite"),
         ({"noise_scale": math.nan}, "noise_scale must be finite"),
         ({"noise_scale": 0.0}, "noise_scale must be > 0"),
@@ -128,12 +120,6 @@ def test_ornstein_uhlenbeck_noise():
 def test_bad_arguments_of_the_divergence(arguments, message):
     with pytest.raises(ValueError, match=message):
         gaussian_policy_kl(torch.randn(5, 2), **arguments)
-
-
-def test_a_noise_that_is_singular_in_float32_is_refused():
-    noise_scale = torch.tensor([[1.0, 1 - 1e-9], [1 - 1e-9, 1.0]], dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"a covariance matrix must be positive definite"):
-        DecoupledSampler(RandomSampler(), make_policy(), noise_scale=noise_scale)
 
 
 @pytest.mark.parametrize("covariance", ["diag", "full"])
@@ -214,16 +200,6 @@ def test_the_best_candidate_is_chosen(covariance):
     assert rb.sampler.stats()["actor_score"] < rb.sampler.stats()["actor_candidate_score"]
 
 
-def test_the_policy_is_always_the_current_one():
-    policy = make_policy()
-    _, actor_rb = make(policy=policy)
-    with torch.no_grad():
-        policy.module.weight.mul_(-2)
-    batch = actor_rb.sample()
-    torch.testing.assert_close(batch["score"][0], score_of(batch, policy))
-    assert not batch["score"].requires_grad
-
-
 def test_one_candidate_is_uniform():
     torch.manual_seed(0)
     _, actor_rb = make(num_candidates=1, count=64, batch_size=500)
@@ -277,29 +253,6 @@ def test_mean_squared_errors_and_log_probabilities():
     torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
 
 
-def test_one_scale_for_all_actions_counts_for_each_of_them():
-    class Spread(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(3, 3)
-
-        def forward(self, observation):
-            parameters = self.net(observation)
-            return parameters[..., :2], parameters[..., 2:].exp()
-
-    torch.manual_seed(0)
-    module = TensorDictModule(Spread(), in_keys=["observation"], out_keys=["loc", "scale"])
-    policy = ProbabilisticActor(module, in_keys=["loc", "scale"], distribution_class=IndependentNormal)
-    sampler = DecoupledSampler(RandomSampler(), policy, score="logprob")
-    rb = buffer_with(sampler, 500, batch_size=32)
-    actor_rb = sampler.actor_buffer(rb)
-    rb.extend(experience(500))
-    batch = actor_rb.sample()
-    with torch.no_grad():
-        log_prob = policy.get_dist(batch.select("observation")).log_prob(batch["action"])
-    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - math.log(2 * math.pi))
-
-
 def stochastic_policy(distribution, **keywords):
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
     module = TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"])
@@ -337,30 +290,6 @@ def test_actions_that_no_tanh_gives_are_refused():
     rb.extend(data)
     with pytest.raises(ValueError, match=r"DecoupledSampler: a stored action is 2 in absolute value.*\[-1, 1\]"):
         actor_rb.sample()
-
-
-def test_a_policy_like_its_data_scores_near_0():
-    torch.manual_seed(0)
-    policy = stochastic_policy(TanhNormal)
-    rb, actor_rb = make(policy=policy, count=0, batch_size=500)
-    data = experience(1000)
-    with torch.no_grad():
-        of_policy = policy.get_dist_params(data.select("observation"))
-        data["action"] = torch.normal(of_policy["loc"], of_policy["scale"]).tanh()
-    rb.extend(data)
-    assert (actor_rb.sample()["score"] < 0.05).all()
-
-
-def test_transforms_come_before_the_policy():
-    policy = make_policy()
-    sampler = DecoupledSampler(RandomSampler(), policy)
-    norm = ObservationNorm(loc=2.0, scale=3.0, in_keys=["observation"])
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=32, transform=norm)
-    rb.extend(experience(100))
-    batch = sampler.actor_buffer(rb).sample()
-    raw = rb.storage[:]["observation"][batch["index"]]
-    torch.testing.assert_close(batch["observation"], raw * 3 + 2)
-    torch.testing.assert_close(batch["score"][0], score_of(batch, policy))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -406,25 +335,6 @@ def test_a_candidate_that_is_not_a_number_is_never_chosen():
     chosen = [actor_rb.sample() for _ in range(100)]
     for batch in chosen:
         assert batch["action"].isfinite().all() or batch["candidate_scores"].isinf().all()
-
-
-def test_small_buffers_give_both_the_same_rows():
-    rb, actor_rb = make(count=0, batch_size=1)
-    rb.extend(experience(2))
-    for _ in range(20):
-        actor_rb.sample()
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(1)
-        rb.update_tensordict_priority(batch)
-
-
-def test_a_sampler_for_the_candidates():
-    candidates = ProportionalSampler(1000)
-    rb, actor_rb = make(RandomSampler(), candidate_sampler=candidates)
-    assert actor_rb.sample()["index"].max() < 500
-    rb.empty()
-    rb.extend(experience(3))
-    assert actor_rb.sample()["index"].max() < 3
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
@@ -483,23 +393,6 @@ def test_a_sampler_that_runs_out_of_candidates_is_refused():
             actor_rb.sample()
 
 
-def test_candidates_do_not_wait_for_updates():
-    """A sampler that draws both batches takes the TD errors of shuffled critic batches all the same."""
-    torch.manual_seed(0)
-    critic = ProportionalSampler(200)
-    sampler = DecoupledSampler(critic, make_policy(), candidate_sampler=critic)
-    rb = buffer_with(sampler, 200, batch_size=32, priority_key="td_error")
-    actor_rb = sampler.actor_buffer(rb)
-    rb.extend(experience(200))
-    for step in range(20):
-        rb.extend(experience(4, seed=step))
-        batch = rb.sample()[torch.randperm(32)]
-        batch["td_error"] = torch.rand(32)
-        rb.update_tensordict_priority(batch)
-        actor_rb.sample()
-    assert critic.stats()["dropped_updates"] == 0
-
-
 def test_what_the_critics_sampler_answers():
     rb, actor_rb = make(ProportionalSampler(1000, alpha=0.7, beta=0.5))
     assert (rb.sampler.alpha, rb.sampler.beta) == pytest.approx((0.7, 0.5))
@@ -519,14 +412,6 @@ def test_what_the_critics_sampler_answers():
         _ = make(RandomSampler())[0].sampler.alpha
 
 
-def test_uniform_critics_take_no_priorities():
-    rb, _ = make(RandomSampler())
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(32)
-    rb.update_tensordict_priority(batch)
-    assert "priority_weight" not in batch
-
-
 def test_event_tables_for_the_critic():
     sampler = DecoupledSampler(event_sampler(30, ("next", "a"), 5), linear_policy(3, 1))
     rb = buffer_with(sampler, 100, batch_size=16)
@@ -537,18 +422,6 @@ def test_event_tables_for_the_critic():
     sampler.event_share = 0.25
     assert (rb.sample()["table"] == 1).sum() == 4
     assert sampler.actor_buffer(rb).sample()["score"].isfinite().all()
-
-
-def test_draws_come_from_the_buffers_generator():
-    def drawn():
-        policy = make_policy()
-        sampler = DecoupledSampler(ProportionalSampler(1000), policy)
-        rb = buffer_with(sampler, 1000, batch_size=8, generator=torch.Generator().manual_seed(3))
-        rb.extend(experience(100))
-        actor_rb = sampler.actor_buffer(rb)
-        return torch.cat([torch.cat([rb.sample()["index"], actor_rb.sample()["index"]]) for _ in range(3)])
-
-    assert torch.equal(drawn(), drawn())
 
 
 def test_pickles_leave_the_policy_out():
@@ -577,14 +450,12 @@ def test_copies_share_the_policy():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("granularity", slow_but(["group"], ["batch", "group", "transition"]))
-@pytest.mark.parametrize("critic", [RandomSampler, lambda: ProportionalSampler(1000)])
-def test_one_graph_draws_what_eager_code_draws(critic, granularity):
+def test_one_graph_draws_what_eager_code_draws():
     torch._dynamo.reset()
     policy = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
     buffers = []
     for _ in range(2):
-        sampler = DecoupledSampler(critic(), policy, num_candidates=3, granularity=granularity)
+        sampler = DecoupledSampler(ProportionalSampler(1000), policy, num_candidates=3, granularity="group")
         rb = CompilableReplayBuffer(storage=CompilableTensorStorage(1000), sampler=sampler, batch_size=32)
         rb.extend(experience(400))
         buffers.append((rb, sampler.actor_buffer(rb)))
@@ -620,12 +491,6 @@ def test_one_graph_draws_what_eager_code_draws(critic, granularity):
     [
         ({"num_candidates": 0}, "num_candidates must be an integer >= 1"),
         ({"num_candidates": 2.0}, "num_candidates must be an integer >= 1"),
-        ({"noise_scale": math.inf}, "noise_scale must be finite"),
-        ({"noise_scale": math.nan}, "noise_scale must be finite"),
-        ({"noise_scale": torch.tensor([[1.0, 0.5], [0.0, 1.0]])}, "a covariance matrix must be symmetric"),
-        ({"eps": math.inf}, "eps must be >= 0 and finite"),
-        ({"noise_scale": 0.0}, "noise_scale must be > 0"),
-        ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
         ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
         ({"score": "entropy"}, "score must be 'kl', 'mse' or 'logprob'"),
         ({"covariance": "block"}, "covariance must be 'diag' or 'full'"),
@@ -639,12 +504,9 @@ def test_bad_arguments(arguments, message):
         DecoupledSampler(RandomSampler(), make_policy(), **arguments)
 
 
-@pytest.mark.parametrize("name", ["num_candidates", "granularity", "group_size"])
-def test_the_choice_among_candidates_cannot_be_assigned(name):
-    sampler = DecoupledSampler(RandomSampler(), make_policy())
-    before = getattr(sampler, name)
+def test_the_choice_among_candidates_cannot_be_assigned():
     with pytest.raises(AttributeError):
-        setattr(sampler, name, before)
+        DecoupledSampler(RandomSampler(), make_policy()).num_candidates = 3
 
 
 def test_distributions_that_are_not_understood():
@@ -657,11 +519,6 @@ def test_distributions_that_are_not_understood():
     ):
         with pytest.raises(ValueError, match=r"the policy's distribution is .* set noise_scale"):
             DecoupledSampler(RandomSampler(), stochastic_policy(distribution, **keywords))
-
-
-def test_what_a_distribution_does_anyway_may_be_said():
-    policy = stochastic_policy(TanhNormal, low=-torch.ones(2), high=1.0, tanh_loc=False, upscale=3.0, safe_tanh=True)
-    DecoupledSampler(RandomSampler(), policy)
 
 
 def test_pinned_tables_need_candidates_of_their_own():
@@ -705,7 +562,6 @@ def test_what_does_not_fit_together():
         actor_rb.sample()
 
 
-@pytest.mark.parametrize("score", ["kl", "mse", "logprob"])
 @pytest.mark.parametrize(
     ("stored", "of_policy"),
     [
@@ -718,12 +574,12 @@ def test_what_does_not_fit_together():
     ],
     ids=["flat", "flat policy", "broadcast", "both flat", "agents", "discrete"],
 )
-def test_actions_must_be_rows_of_numbers(score, stored, of_policy):
+def test_actions_must_be_rows_of_numbers(stored, of_policy):
     def act(observation):
         return observation[:, :1].reshape(-1, *[1] * len(of_policy)).expand(-1, *of_policy)
 
     policy = TensorDictModule(act, in_keys=["observation"], out_keys=["action"])
-    rb, actor_rb = make(policy=policy, count=0, score=score)
+    rb, actor_rb = make(policy=policy, count=0)
     rb.extend(TensorDict({"observation": torch.randn(40, 3), "action": stored}, [40]))
     with pytest.raises(ValueError, match=r"stored actions are .* both must be continuous, \[B, A\]"):
         actor_rb.sample()

@@ -66,23 +66,3 @@ def test_in_graphs(linear_sampler):
 def test_on_an_accelerator(linear_sampler):
     with EmulatedDevice("torchrl_replay_ext", "tests"):
         drive(buffer(linear_sampler(beta=1.0), "emulated"), "emulated")
-
-
-def test_writes_in_graphs(linear_sampler):
-    rb = buffer(linear_sampler(beta=1.0), batch_size=4)
-    rb.extend(TensorDict({"number": torch.arange(3)}, [3], device="cpu"))
-
-    @torch.compile(fullgraph=True)
-    def step(rows):
-        rb.extend(rows)
-        batch = rb.sample()
-        batch["td_error"] = batch["number"] + 1.0
-        rb.update_tensordict_priority(batch)
-        return batch
-
-    for first in range(3, 30, 3):
-        batch = step(TensorDict({"number": torch.arange(first, first + 3)}, [3], device="cpu"))
-        d = rb.sampler.probabilities(rb.storage)
-        torch.testing.assert_close(
-            d[batch["index"]] / d[batch["index"][0]], (batch["td_error"] / batch["td_error"][0]).double()
-        )

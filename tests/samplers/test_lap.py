@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
-from tests.data import as_graphs, buffer_with, learnable
+from tests.data import buffer_with, learnable
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import ProportionalSampler
 
@@ -72,23 +72,6 @@ def test_the_expected_gradient_is_that_of_the_uniform_loss_pal():
     scale = sum(max(error**ALPHA, 1.0) for error in TD_ERRORS) / len(TD_ERRORS)
     uniform = sum(error if error <= 1 else error**ALPHA for error in TD_ERRORS) / len(TD_ERRORS) / scale
     assert prioritized == pytest.approx(uniform, rel=1e-6)
-
-
-@pytest.mark.usefixtures("from_scratch")
-def test_in_a_graph_priorities_are_the_same():
-    rb = as_graphs(filled(lap(td_error="absolute"), TD_ERRORS, compilable=True))
-    batch = rb.sample()
-    wanted = list(TD_ERRORS)
-    errors = torch.rand(BATCH) * 3
-    for slot, error in zip(batch["index"].tolist(), errors.tolist(), strict=True):
-        wanted[slot] = error
-    batch["td_error"] = errors
-    rb.update_tensordict_priority(batch)
-    torch.testing.assert_close(probabilities(rb), expected(wanted), rtol=1e-6, atol=0.0)
-    batch["td_error"] = torch.full((BATCH,), -1.0)
-    rb.update_tensordict_priority(batch)
-    torch.testing.assert_close(probabilities(rb), expected(wanted), rtol=1e-6, atol=0.0)
-    assert rb.sampler.stats()["rejected_updates"] == BATCH
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan])

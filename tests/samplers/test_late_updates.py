@@ -58,6 +58,8 @@ def decoupled(capacity):
 SAMPLERS = {f.__name__: f for f in (proportional, rank, reaper, events, slices, decoupled)}
 LAYOUTS = [(name, ndim) for name in SAMPLERS for ndim in (1, 2) if (name, ndim) != ("slices", 2)]
 every_sampler = pytest.mark.parametrize(("name", "ndim"), LAYOUTS, ids=lambda value: str(value))
+# the same code serves all samplers, except for padded rows and several columns
+some_samplers = pytest.mark.parametrize(("name", "ndim"), [("proportional", 1), ("slices", 1), ("rank", 2)])
 both_buffers = pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 
 
@@ -244,7 +246,7 @@ WAYS = [whole, split, shuffled, concatenated, repeated]
 every_way = pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
 
 
-@every_sampler
+@some_samplers
 @both_buffers
 @every_way
 def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock, way):
@@ -256,7 +258,7 @@ def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock
     assert model.stats("dropped_updates") == 0
 
 
-@every_sampler
+@some_samplers
 @both_buffers
 @every_way
 def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim, stock, way):
@@ -272,7 +274,7 @@ def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim,
 
 
 @pytest.mark.parametrize("first", ["oldest", "newest", "any"])
-@every_sampler
+@some_samplers
 @both_buffers
 def test_many_outstanding_batches(name, ndim, stock, first):
     model = Model(name, ndim, stock)
@@ -290,10 +292,8 @@ def test_many_outstanding_batches(name, ndim, stock, first):
 
 @every_sampler
 @both_buffers
-@pytest.mark.parametrize("seed", range(2))
-def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
+def test_any_order_of_writes_draws_and_updates(name, ndim, stock):
     model, batches = Model(name, ndim, stock), []
-    model.rng.seed(seed)
     for _ in range(120):
         what = model.rng.random()
         if what < 0.3:
@@ -309,7 +309,7 @@ def test_any_order_of_writes_draws_and_updates(name, ndim, stock, seed):
 def test_updates_of_a_slot_in_order_never_reach_new_content():
     """Each batch comes back once, in order, up to 60 draws later, in parts or joined: nothing reaches a wrong row."""
     model, batches = Model("proportional", 1, True, steps=40), []
-    for number in range(300):
+    for number in range(120):
         batches.append(model.draw(model.rng.choice([1, 4, 16])))
         if number % 5 == 0:
             model.write(model.rng.choice([2, 5]))
@@ -370,18 +370,17 @@ def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
     assert buffer.sampler.stats()["dropped_updates"] == 0
 
 
-@pytest.mark.parametrize("capacity", [1000, 20_000])
-def test_draws_without_updates_cost_few_of_the_others(capacity):
-    buffer = buffer_with(ProportionalSampler(capacity), capacity, batch_size=32)
-    buffer.extend(rows(capacity))
+def test_draws_without_updates_cost_few_of_the_others():
+    buffer = buffer_with(ProportionalSampler(1000), 1000, batch_size=32)
+    buffer.extend(rows(1000))
     row = rows(1)
-    for _ in range(2000):
+    for _ in range(500):
         buffer.extend(row)
         buffer.sample()
         batch = buffer.sample()
         batch["td_error"] = torch.rand(32)
         buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 2000
+    assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 500
 
 
 @both_buffers

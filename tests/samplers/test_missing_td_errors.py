@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.data import Sequence
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_of, buffer_with, event_sampler, linear_policy, random_rows
+from tests.data import buffer_with, event_sampler, linear_policy, random_rows
 from torchrl_replay_ext import (
     Anneal,
     DecoupledSampler,
@@ -105,17 +105,6 @@ def test_in_a_stock_buffer_it_is_harmless_and_counted(name):
         assert rb.sampler.stats()["rejected_updates"] == calls * len(batch)
 
 
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_so_it_is_in_other_layouts(ndim):
-    rb = buffer_of(ProportionalSampler, CAPACITY, ndim=ndim, batch_size=8)
-    rb.extend(random_rows(30).reshape(3, 10) if ndim == 2 else random_rows(30))
-    updated(rb)
-    batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
-    with warned():
-        rb.update_tensordict_priority(batch)
-    assert_unchanged(rb, before, counted=8)
-
-
 def test_so_it_is_with_sequences():
     rb = updated(make(PRIORITIZED["proportional"], stock=True, sample_unit=Sequence(length=3)))
     batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
@@ -129,14 +118,6 @@ def test_so_it_is_with_sequences():
 def test_samplers_without_priorities_need_no_td_errors(name, stock):
     rb = make(UNIFORM[name], stock)
     rb.update_tensordict_priority(rb.sample())
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-def test_the_actors_buffer_says_that_it_takes_no_priorities(stock):
-    rb = make(PRIORITIZED["decoupled"], stock)
-    actor_rb = rb.sampler.actor_buffer(rb)
-    with pytest.raises(ValueError, match="actor's buffer takes no priorities"):
-        actor_rb.update_tensordict_priority(actor_rb.sample())
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
@@ -181,14 +162,6 @@ def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
     assert rb.sampler.stats()["rejected_updates"] == 1
 
 
-def test_so_it_is_with_a_single_row_of_a_sample():
-    rb = updated(make(PRIORITIZED["proportional"], stock=True))
-    row, before = rb.sample()[0], dict(flat(rb.sampler.state_dict()))
-    with warned():
-        rb.update_tensordict_priority(row)
-    assert_unchanged(rb, before, counted=1)
-
-
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", ["no eps", "rank", "reaper"])
 def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
@@ -211,13 +184,3 @@ def test_td_errors_that_equal_the_default_priority_are_applied(name, stock):
         update(index)
         assert rb.sampler.stats()["never_updated"] == pytest.approx((26 - 4 * number) / 30)
     assert rb.sampler.stats()["rejected_updates"] == 0
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-def test_anchors_without_priorities_need_no_td_errors(stock):
-    anchors = event_sampler(10, "event", 2)
-    slices = TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=anchors)
-    rb = buffer_with(slices, CAPACITY, compilable=not stock, batch_size=8)
-    rb.extend(random_rows(30))
-    rb.update_tensordict_priority(rb.sample())
-    assert rb.sampler.stats().get("rejected_updates", torch.zeros(())) == 0

@@ -59,17 +59,6 @@ def test_td_errors_of_rows_that_a_writer_did_not_store_change_nothing():
     assert buffer.sampler.stats()["max_priority"] == pytest.approx(2.0, rel=1e-4)
 
 
-def test_an_update_with_stamps_leaves_no_draw_pending_in_a_storage_of_two_dimensions():
-    buffer = buffer_of(ProportionalSampler, 20, compilable=True, ndim=2, batch_size=6)
-    buffer.extend(rows(10, 2))
-    batch = buffer.sample()
-    batch["td_error"] = torch.ones(6)
-    buffer.update_tensordict_priority(batch)
-    buffer.extend(rows(10, 2, first=20))
-    buffer.update_priority(batch["index"].flip(0), torch.full((6,), 4.0))
-    assert buffer.sampler.stats()["dropped_updates"] == 0
-
-
 def test_a_number_after_extend_is_an_update_of_the_caller():
     """Only after ``add`` does TorchRL pass a number, with the default priority."""
     buffer = buffer_of(RankBasedSampler, capacity=4, beta=Anneal(0.4, 1.0, 10))

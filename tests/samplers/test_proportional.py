@@ -1,6 +1,5 @@
 """ProportionalSampler against hand tables and the naive reference of PER: draws, weights, state and bad input."""
 
-import copy
 import pickle
 from functools import partial
 
@@ -9,22 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.scheduler import LambdaScheduler, LinearScheduler
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.data import learnable
 from tests.samplers.experience import (
     Refuses,
     ReplayWithReference,
-    Step,
-    assert_finite_stats,
-    assert_same_state,
     probabilities,
-    transitions,
 )
 from torchrl_replay_ext import Anneal, ProportionalSampler
 
@@ -76,11 +68,8 @@ def test_alpha_0_is_uniform():
 
 @pytest.mark.parametrize("td_error", ["squared", "absolute"])
 @pytest.mark.parametrize("layout", ["single", "two_dim"])
-@pytest.mark.parametrize("seed", range(3))
-def test_long_random_sequences(layout, td_error, seed):
-    replay = ReplayWithReference(
-        "per", layout=layout, capacity=13 + seed, num_envs=1 + seed, td_error=td_error, alpha=0.7, seed=seed
-    )
+def test_long_random_sequences(layout, td_error):
+    replay = ReplayWithReference("per", layout=layout, capacity=14, num_envs=2, td_error=td_error, alpha=0.7, seed=1)
     for _ in range(150):
         replay.random_operation()
         replay.check()
@@ -117,7 +106,7 @@ def test_new_items_get_the_running_maximum():
 
 @pytest.mark.parametrize("td_error", ["squared", "absolute"])
 def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_error):
-    for seed in range(200):
+    for seed in range(50):
         torch.manual_seed(seed)
         buffer = filled(100 * torch.rand(8), eps=0.1, td_error=td_error)
         buffer.sampler.check_valid()
@@ -148,23 +137,6 @@ def test_td_errors_with_a_trailing_dimension():
     drawn = set(batch["index"].tolist())
     magnitude = torch.tensor([slot + 2.0 if slot in drawn else 1.0 for slot in range(3)], dtype=torch.float64)
     torch.testing.assert_close(probabilities(buffer), magnitude / magnitude.sum(), rtol=1e-6, atol=0.0)
-
-
-def test_extended_data_may_carry_its_td_errors():
-    buffer = buffer_of(4, alpha=1.0, eps=0.0, td_error="absolute")
-    data = items(3)
-    data["td_error"] = torch.tensor([1.0, 2.0, 5.0])
-    buffer.extend(data)
-    expected = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64) / 8
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
-
-
-def test_extending_beyond_the_capacity_keeps_the_last_items():
-    buffer = buffer_of(4)
-    buffer.extend(items(4))
-    buffer.update_priority(torch.arange(4), torch.full((4,), 0.01))
-    buffer.extend(items(11))
-    torch.testing.assert_close(probabilities(buffer), torch.full((4,), 0.25, dtype=torch.float64))
 
 
 def test_priorities_of_very_different_size():
@@ -243,12 +215,6 @@ def test_a_stratified_batch_has_one_draw_in_each_segment_of_equal_mass(batch_siz
         assert (last[index] > segment - 1e-6).all()
 
 
-def test_an_unstratified_batch_is_not_stratified():
-    buffer = filled(torch.ones(64), alpha=0.6)
-    segment = torch.arange(64)
-    assert any((buffer.sample(64)["index"].sort().values != segment).any() for _ in range(5))
-
-
 def test_stratified_marginals():
     magnitude = torch.rand(64, generator=torch.Generator().manual_seed(4)) * 5 + 0.05
     buffer = filled(magnitude, alpha=0.9, stratified=True)
@@ -266,10 +232,9 @@ def test_stratified_marginals():
 
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("layout", ["single", "two_dim"])
-def test_weights(weight_norm, beta, layout):
+def test_weights(weight_norm, beta):
     replay = ReplayWithReference(
-        "per", layout=layout, capacity=24, num_envs=3, alpha=0.6, beta=beta, weight_norm=weight_norm, seed=5
+        "per", layout="two_dim", capacity=24, num_envs=3, alpha=0.6, beta=beta, weight_norm=weight_norm, seed=5
     )
     for _ in range(20):
         replay.random_operation()
@@ -310,16 +275,6 @@ def test_assigning_alpha_reweights_everything_stored():
     torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
 
 
-def test_new_items_after_a_change_of_alpha():
-    buffer = buffer_of(4, alpha=1.0, eps=0.0, td_error="absolute")
-    buffer.extend(items(2))
-    buffer.update_priority(torch.tensor([0, 1]), torch.tensor([3.0, 2.0]))
-    buffer.sampler.alpha = 2.0
-    buffer.extend(items(1))
-    expected = torch.tensor([9.0, 4.0, 9.0], dtype=torch.float64) / 22
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
-
-
 def test_linear_scheduler_on_beta():
     buffer = filled([1.0, 4.0], alpha=1.0, beta=0.2)
     scheduler = LinearScheduler(buffer, "beta", final_value=1.0, num_steps=4)
@@ -329,16 +284,6 @@ def test_linear_scheduler_on_beta():
         batch = buffer.sample(20)
         for index, weight in zip(batch["index"].tolist(), batch["priority_weight"].tolist(), strict=True):
             assert weight == pytest.approx(1.0 if index == 0 else 0.25**expected, rel=1e-4)
-
-
-def test_lambda_scheduler_on_alpha():
-    buffer = filled([1.0, 2.0], alpha=1.0)
-    scheduler = LambdaScheduler(buffer, "alpha", lambda step: 1 + step)
-    scheduler.step()
-    assert float(buffer.sampler.alpha) == pytest.approx(2.0)
-    torch.testing.assert_close(
-        probabilities(buffer), torch.tensor([0.2, 0.8], dtype=torch.float64), rtol=1e-5, atol=0.0
-    )
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
@@ -365,78 +310,7 @@ def test_writing_does_not_anneal():
     assert float(buffer.sampler.beta) == pytest.approx(0.2)
 
 
-# --- overwritten slots
-
-
-def test_updates_of_overwritten_slots_are_dropped():
-    buffer = filled([1.0, 1.0, 1.0, 1.0], alpha=1.0)
-    batch = buffer.sample(64)
-    assert batch["index"].unique().tolist() == [0, 1, 2, 3]
-    buffer.extend(items(2))
-    batch["td_error"] = torch.full((64,), 3.0)
-    buffer.update_tensordict_priority(batch)
-    magnitude = probabilities(buffer) / probabilities(buffer)[2] * 3
-    torch.testing.assert_close(magnitude[2:], torch.full((2,), 3.0, dtype=torch.float64), rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(magnitude[:2], torch.ones(2, dtype=torch.float64), rtol=1e-5, atol=0.0)
-
-
-def test_updates_nobody_sampled_for_are_applied():
-    buffer = filled([1.0, 1.0, 1.0], alpha=1.0)
-    buffer.extend(items(2))
-    buffer.update_priority(torch.tensor([0, 2]), torch.tensor([2.0, 3.0]))
-    expected = torch.tensor([2.0, 1.0, 3.0], dtype=torch.float64) / 6
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
-
-
-def test_a_direct_update_long_after_a_finished_sample_is_applied():
-    buffer = filled([1.0, 1.0], alpha=1.0)
-    batch = buffer.sample(16)
-    batch["td_error"] = torch.ones(16)
-    buffer.update_tensordict_priority(batch)
-    buffer.extend(items(2))
-    buffer.update_priority(torch.tensor([0, 1]), torch.tensor([3.0, 1.0]))
-    expected = torch.tensor([0.75, 0.25], dtype=torch.float64)
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
-
-
 # --- saving and restoring
-
-
-def with_history(layout="single", **options):
-    replay = ReplayWithReference("per", layout=layout, capacity=20, num_envs=2, seed=6, end_probability=0.1, **options)
-    replay.extend(7)
-    replay.update_directly(6)
-    replay.extend(6)
-    replay.update(replay.sample(8))
-    return replay
-
-
-def assert_continue_alike(replay, restored):
-    """Check that draws agree, also after further writes and updates."""
-    for buffer in (replay.buffer, restored):
-        buffer.set_rng(torch.Generator().manual_seed(7))
-    for _ in range(6):
-        batches = [buffer.sample(10) for buffer in (replay.buffer, restored)]
-        assert torch.equal(batches[0]["index"], batches[1]["index"])
-        assert torch.equal(batches[0]["priority_weight"], batches[1]["priority_weight"])
-        for buffer, batch in zip((replay.buffer, restored), batches, strict=True):
-            batch["td_error"] = torch.linspace(0.1, 5.0, 10)
-            buffer.update_tensordict_priority(batch)
-            buffer.extend(transitions([Step(episode=0, traj_id=0)] * 3, with_ids=False))
-        assert torch.equal(*[buffer.sampler.probabilities(buffer.storage) for buffer in (replay.buffer, restored)])
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_pickle_and_deepcopy(duplicate):
-    replay = with_history()
-    assert_same_state(duplicate(replay.sampler).state_dict(), replay.sampler.state_dict())
-    copied = duplicate(replay.buffer)
-    state = copy.deepcopy(replay.sampler.state_dict())
-    assert_same_state(copied.sampler.state_dict(), state)
-    copied.update_priority(torch.tensor([0]), torch.tensor([90.0]))
-    assert_same_state(replay.sampler.state_dict(), state)  # nothing is shared
-    replay.buffer.update_priority(torch.tensor([0]), torch.tensor([90.0]))
-    assert_continue_alike(replay, copied)
 
 
 def test_a_fresh_sampler_can_be_pickled():
@@ -460,153 +334,13 @@ def test_without_a_generator_the_global_one_is_used():
     assert torch.equal(*drawn)
 
 
-# --- with a loss
-
-
-def test_dqn_loss_end_to_end():
-    from torchrl.data import Categorical
-    from torchrl.modules import QValueActor
-    from torchrl.objectives import DQNLoss
-
-    count, gamma = 24, 0.9
-    network = nn.Linear(3, 2)
-    actor = QValueActor(
-        TensorDictModule(network, in_keys=["observation"], out_keys=["action_value"]), spec=Categorical(2)
-    )
-    loss = DQNLoss(actor, action_space="categorical", delay_value=False)
-    loss.make_value_estimator(gamma=gamma)
-    data = learnable(count, observation=3, done=0.2)
-    with torch.no_grad():
-        q = network(data["observation"]).gather(1, data["action"][:, None])
-        value = network(data["next", "observation"]).amax(1, True)
-        target = data["next", "reward"] + gamma * ~data["next", "terminated"] * value
-        magnitude = (q - target).abs().squeeze(1).double() + 1e-6
-    buffer = buffer_of(count, alpha=0.6)
-    buffer.extend(data)
-    updated = torch.zeros(count, dtype=torch.bool)
-    while not updated.all():
-        batch = buffer.sample(8)
-        assert loss(batch)["loss"].isfinite()
-        buffer.update_tensordict_priority(batch)
-        updated[batch["index"]] = True
-    expected = magnitude**0.6
-    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-3, atol=1e-6)
-
-
-# --- statistics
-
-
-@pytest.mark.parametrize("updates", [0, 3])
-def test_stats_are_finite_scalars(updates):
-    replay = ReplayWithReference("per", capacity=16, seed=8)
-    replay.extend(10)
-    for _ in range(updates):
-        replay.update(replay.sample(4))
-    assert_finite_stats(replay.sampler)
-
-
 # --- bad input
 
 
-@pytest.mark.parametrize("td_error", ["squared", "absolute"])
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), -float("inf")])
-def test_bad_td_errors_name_the_first_offender(bad, td_error):
-    buffer = filled(torch.ones(50), td_error=td_error)
-    with Refuses(buffer, ValueError, r"index 37\b"):
-        buffer.update_priority(torch.tensor([41, 37, 45]), torch.tensor([1.0, bad, bad]))
-
-
-@pytest.mark.parametrize("shape", [(2,), (4,), (3, 2)])
-def test_bad_shapes(shape):
-    buffer = filled(torch.ones(5))
-    with Refuses(buffer, ValueError, "TD errors"):
-        buffer.update_priority(torch.tensor([0, 1, 2]), torch.ones(shape))
-
-
-@pytest.mark.parametrize("index", [-9, 5, 1_000])
-def test_bad_indices(index):
-    buffer = filled(torch.ones(5))
-    with Refuses(buffer, (ValueError, IndexError), rf"{index}\b.* out of range"):
-        buffer.update_priority(torch.tensor([0, index]), torch.ones(2))
-
-
-def test_an_index_that_was_never_written():
-    buffer = buffer_of(5)
-    buffer.extend(items(3))
-    with Refuses(buffer, (ValueError, IndexError), r"\b4\b.* out of range"):
-        buffer.update_priority(torch.tensor([0, 4]), torch.ones(2))
-
-
-BAD_ARGUMENTS = [
-    ("alpha", -0.1),
-    ("alpha", float("nan")),
-    ("alpha", float("inf")),
-    ("beta", -0.1),
-    ("beta", float("nan")),
-    ("eps", -1e-6),
-    ("eps", float("nan")),
-    ("td_error", "square"),
-    ("weight_norm", "maximum"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_ARGUMENTS)
-def test_bad_arguments(name, value):
-    with pytest.raises(ValueError, match=name):
-        ProportionalSampler(8, **{name: value})
-
-
-@pytest.mark.parametrize(("name", "value"), [bad for bad in BAD_ARGUMENTS if bad[0] in ("alpha", "beta")])
-def test_bad_assignments(name, value):
-    buffer = filled(torch.ones(5))
-    with Refuses(buffer, ValueError, name):
-        setattr(buffer.sampler, name, value)
-
-
-@pytest.mark.parametrize("arguments", [(-0.1, 1.0, 10), (0.1, -1.0, 10), (0.1, float("nan"), 10)])
-def test_bad_anneal(arguments):
-    with pytest.raises(ValueError, match=r"alpha|Anneal"):
-        ProportionalSampler(8, alpha=Anneal(*arguments))
-
-
-@pytest.mark.parametrize("num_updates", [0, -3])
-def test_anneal_needs_updates(num_updates):
-    with pytest.raises(ValueError, match="num_updates"):
-        Anneal(0.4, 1.0, num_updates)
-
-
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_bad_capacity(capacity):
-    with pytest.raises(ValueError, match="capacity"):
-        ProportionalSampler(capacity)
-
-
-def test_a_capacity_smaller_than_the_storage():
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=ProportionalSampler(4))
-    with pytest.raises(ValueError, match="capacity"):
-        buffer.extend(items(2))
-
-
-def test_drawing_where_nothing_can_be_drawn():
-    buffer = filled([0.0, 0.0, 0.0], alpha=0.5)
-    with Refuses(buffer, RuntimeError, "eps"):
-        buffer.sample(2)
-
-
-def test_a_td_error_beyond_the_range_of_the_sums():
+def test_a_td_error_or_an_alpha_beyond_the_range_of_the_sums():
+    large = filled(torch.full((10,), 1e6), alpha=0.1)
+    with Refuses(large, ValueError, "alpha"):
+        large.sampler.alpha = 5.0
     buffer = filled(torch.ones(5), alpha=1.0)
     with Refuses(buffer, ValueError, r"index 3\b.*at most"):
         buffer.update_priority(torch.tensor([2, 3]), torch.tensor([1.0, 1e30]))
-
-
-def test_a_graph_takes_the_root_of_squared_td_errors():
-    buffer = buffer_of(64, compilable=True, batch_size=64, alpha=0.5, eps=0.25)
-    buffer.extend(items(64))
-    batch, error = buffer.sample(64), 4 * torch.rand(64)
-    batch["td_error"] = error[batch["index"]]
-    torch.compile(buffer.update_tensordict_priority, fullgraph=True)(batch)
-    d = torch.ones(64, dtype=torch.float64)
-    d[batch["index"]] = batch["td_error"].double().sqrt() + 0.25
-    # tolerance for float32 after two roundings, with any vector width
-    torch.testing.assert_close(probabilities(buffer), d.sqrt() / d.sqrt().sum(), rtol=1e-6, atol=0)
-    buffer.sampler.check_valid()

@@ -10,7 +10,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.data import buffer_with
 from tests.samplers.experience import ReplayWithReference, probabilities, sorted_within
-from torchrl_replay_ext import Anneal, CompilableReplayBuffer, CompilableTensorStorage, RankBasedSampler
+from torchrl_replay_ext import Anneal, RankBasedSampler
 from torchrl_replay_ext.functional import rank_probabilities
 
 
@@ -51,9 +51,8 @@ def test_rank_probabilities_are_those_of_a_loop():
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 40])
-@pytest.mark.parametrize("seed", range(3))
-def test_life_of_new_updated_and_overwritten_items(capacity, seed):
-    replay = ReplayWithReference("rank", capacity=capacity, seed=seed, alpha=0.9, td_error="absolute")
+def test_life_of_new_updated_and_overwritten_items(capacity):
+    replay = ReplayWithReference("rank", capacity=capacity, seed=1, alpha=0.9, td_error="absolute")
     for _ in range(120):
         replay.random_operation()
         replay.check(rtol=1e-9, atol=0)
@@ -70,9 +69,9 @@ def test_draws_follow_the_probabilities():
         torch.manual_seed(0)
         rb = filled(torch.rand(60), **arguments)
         rb.sample(8)
-        expected = probabilities(rb) * 8 * 3000
-        drawn = torch.cat([rb.sample(8)["index"] for _ in range(3000)]).bincount(minlength=60)
-        assert float(expected.sum()) == pytest.approx(24000)
+        expected = probabilities(rb) * 8 * 500
+        drawn = torch.cat([rb.sample(8)["index"] for _ in range(500)]).bincount(minlength=60)
+        assert float(expected.sum()) == pytest.approx(4000)
         # stratified draws vary less than independent ones
         assert stats.chisquare(drawn.numpy(), expected.numpy()).pvalue > 1e-3, arguments
 
@@ -175,8 +174,8 @@ def test_draws_follow_the_probabilities_of_equal_td_errors(segments):
     torch.testing.assert_close(
         batch["priority_weight"].double(), expected.min() / expected[batch["index"]], rtol=1e-6, atol=0
     )
-    drawn = torch.cat([rb.sample(8)["index"] for _ in range(3000)]).bincount(minlength=60)
-    assert stats.chisquare(drawn.numpy(), (expected * 24000).numpy()).pvalue > 1e-3
+    drawn = torch.cat([rb.sample(8)["index"] for _ in range(500)]).bincount(minlength=60)
+    assert stats.chisquare(drawn.numpy(), (expected * 4000).numpy()).pvalue > 1e-3
 
 
 def test_an_update_gives_the_last_rank_of_equal_td_errors():
@@ -197,17 +196,6 @@ def test_a_loaded_state_has_the_same_ranks_of_equal_td_errors():
     assert torch.equal(probabilities(other), probabilities(rb))
     assert torch.equal(other.sampler.state_dict()["place"], rb.sampler.state_dict()["place"])
     other.sampler.check_valid()
-
-
-def test_a_state_with_wrong_places_is_loaded_with_valid_ones():
-    rb = filled(torch.rand(40))
-    state = rb.sampler.state_dict()
-    state["place"] = torch.randint(-(2**62), 2**62, (40,))
-    rb.sampler.load_state_dict(state)
-    rb.sampler.check_valid()
-    bucket = torch.zeros(40)
-    expected = rank_probabilities(40, 0.7)
-    torch.testing.assert_close(sorted_within(bucket, probabilities(rb)), expected.flip(0))
 
 
 def test_check_valid_finds_a_wrong_place():
@@ -277,93 +265,3 @@ def test_a_slowly_annealed_alpha_is_applied_in_steps():
         rb.update_priority(torch.tensor([0]), torch.tensor([0.5]))
     assert 8 <= len(set(found)) <= 11
     assert float(probabilities(rb).max()) == pytest.approx(float(rank_probabilities(20, 0.3)[0]))
-
-
-def test_columns_of_environments():
-    rb = buffer(12, ndim=2)
-    rb.extend(TensorDict({"obs": torch.arange(8).view(4, 2)}, [4, 2]))
-    batch = rb.sample(8)
-    batch["td_error"] = (batch["obs"] + 1.0).float()
-    rb.update_tensordict_priority(batch)
-    p = probabilities(rb)
-    slots = batch["index"] @ torch.tensor([rb.storage[:].shape[1], 1])
-    drawn = dict(zip(slots.tolist(), batch["obs"].tolist(), strict=True))
-    by_error = sorted(drawn, key=drawn.get)
-    assert p[by_error].argsort().tolist() == list(range(len(by_error)))
-    # transitions that were not drawn are still new
-    new = [slot for slot in range(8) if slot not in drawn]
-    assert not new or p[new].min() > p[by_error].max()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"alpha": -0.1}, "alpha"),
-        ({"beta": 1.5}, "beta"),
-        ({"segments": "linear"}, "segments"),
-        ({"td_error": "cubed"}, "td_error"),
-        ({"weight_norm": "mean"}, "weight_norm"),
-    ],
-)
-def test_bad_arguments(arguments, name):
-    with pytest.raises(ValueError, match=name):
-        RankBasedSampler(10, **arguments)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
-def test_bad_td_errors_change_nothing(wrong):
-    rb = filled(torch.rand(10))
-    before = rb.sampler.state_dict()
-    with pytest.raises(ValueError, match="TD error"):
-        rb.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, wrong]))
-    with pytest.raises(IndexError, match="out of range"):
-        rb.update_priority(torch.tensor([1, 10]), torch.tensor([0.5, 0.5]))
-    after = rb.sampler.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_slots_marked_twice_in_one_write_are_counted_once():
-    rb = filled(torch.rand(10))
-    rb.mark_update(torch.tensor([3, 3, 5]))
-    p = probabilities(rb)
-    assert p.argsort(descending=True)[:2].tolist() == [5, 3]
-    assert float(p.sum()) == pytest.approx(1)
-
-
-def test_new_items_come_first_in_a_full_ring_of_single_writes():
-    rb = filled(torch.rand(6))
-    for number in range(20):
-        rb.add(TensorDict({"obs": torch.tensor(number)}, []))
-        assert int(probabilities(rb).argmax()) == number % 6
-        rb.sampler.check_valid()
-
-
-def test_ranks_in_graphs_are_those_of_eager_code():
-    torch.manual_seed(0)
-    num = 1000
-    storage, sampler = CompilableTensorStorage(num), RankBasedSampler(num, td_error="absolute", alpha=Anneal(0, 1, 9))
-    rb = CompilableReplayBuffer(storage=storage, sampler=sampler)
-    assert sampler.writes_in_graphs
-    rb.extend(rows(num))
-    td_error = torch.rand(num)
-    rb.update_priority(torch.arange(num), td_error)
-
-    @torch.compile(fullgraph=True)
-    def step(data, error):
-        rb.extend(data)
-        batch = rb.sample(32)
-        batch["td_error"] = error
-        rb.update_tensordict_priority(batch)
-        return batch
-
-    for turn in range(12):
-        batch = step(rows(1), torch.rand(32))
-        # larger than those of updates
-        td_error[turn] = 2.0
-        for row, error in zip(batch["index"].tolist(), batch["td_error"].tolist(), strict=True):
-            td_error[row] = error
-        sampler.check_valid()
-        alpha, bucket = min((turn + 2) / 9, 1.0), bucket_of(td_error)
-        expected = torch.empty(num, dtype=torch.float64)
-        expected[td_error.argsort(descending=True)] = rank_probabilities(num, alpha)
-        torch.testing.assert_close(sorted_within(bucket, probabilities(rb)), sorted_within(bucket, expected))

@@ -56,6 +56,12 @@ MAKERS = {
 }
 
 
+def drawn(rb):
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(len(batch)) + 0.1
+    return batch
+
+
 def expected(rb, batch, lanes=1, stale=()):
     """A model in plain Python: each anchor gets the largest TD error of the valid rows of its windows.
 
@@ -97,8 +103,7 @@ def test_only_anchors_get_priorities(name, stock, lanes):
     sampler = MAKERS[name]()
     rb = make(sampler, stock, lanes)
     for _ in range(6):
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        batch = drawn(rb)
         wanted, anchors = expected(rb, batch, lanes)
         rb.update_tensordict_priority(batch)
         assert set(anchors) < set(batch["index"].reshape(len(batch), -1)[:, 0].tolist()) or lanes > 1
@@ -110,8 +115,7 @@ def test_only_anchors_get_priorities(name, stock, lanes):
 def test_a_sample_in_the_shape_of_its_windows_is_the_same():
     torch.manual_seed(0)
     rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=False)
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(len(batch)) + 0.1
+    batch = drawn(rb)
     wanted, _ = expected(rb, batch)
     rb.update_tensordict_priority(batch.reshape(8, -1))
     torch.testing.assert_close(probabilities(rb), wanted)
@@ -121,8 +125,7 @@ def test_a_sample_in_the_shape_of_its_windows_is_the_same():
 def test_anchors_that_were_overwritten_since_keep_the_default_priority(stock):
     torch.manual_seed(0)
     rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock)
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(len(batch)) + 0.1
+    batch = drawn(rb)
     rb.extend(random_rows(20, first=CAPACITY, episode=EPISODE))
     wanted, fresh = expected(rb, batch, stale=range(20))
     rb.update_tensordict_priority(batch)
@@ -137,8 +140,7 @@ def test_no_prompt_update_of_a_small_buffer_is_dropped(batch_size, lanes):
     torch.manual_seed(batch_size)
     rb = make(ProportionalSampler(CAPACITY, eps=EPS), stock=True, lanes=lanes, batch_size=batch_size)
     for step in range(1, 40):
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        batch = drawn(rb)
         rb.update_tensordict_priority(batch)
         rows = random_rows(12, first=step * CAPACITY, episode=EPISODE)
         rb.extend(rows if lanes == 1 else rows.reshape(lanes, -1))
@@ -152,15 +154,6 @@ def stacked(index):
     return torch.stack(index, -1) if isinstance(index, tuple) else index
 
 
-def assert_same_windows(unit, rb, anchors):
-    weight = torch.rand(len(anchors[0]) if isinstance(anchors, tuple) else len(anchors))
-    results = [each.expand(anchors, {"weight": weight}, rb.storage) for each in (unit, CompilableSequence(unit))]
-    (index, info), (other, other_info) = results
-    assert torch.equal(stacked(index), stacked(other)) and info.keys() == other_info.keys()
-    for key, value in info.items():
-        assert torch.equal(value, other_info[key]), key
-
-
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("writes", [[7], [40], [30, 26], [40, 40, 4]], ids=str)
 @pytest.mark.parametrize("episode", [3, 7, 100])
@@ -171,11 +164,15 @@ def test_windows_are_those_of_torchrl(episode, writes, lanes):
         data = random_rows(count - count % lanes, first=first, episode=episode)
         rb.extend(data if lanes == 1 else data.reshape(-1, lanes).transpose(0, 1).contiguous())
         first += count
-    anchors = torch.arange(len(rb))
+    anchors, weight = torch.arange(len(rb)), torch.rand(len(rb))
     anchors = anchors if lanes == 1 else (anchors // lanes, anchors % lanes)
     values = ((1, 3, 8), (0, 2), (0, 2), (1, 3), ("pad", "stop", "include_reset"), (("next", "done"), None))
     for length, burn_in, bootstrap, dilation, boundary, done_key in itertools.product(*values):
-        assert_same_windows(Sequence(length, boundary, done_key, burn_in, bootstrap, dilation), rb, anchors)
+        unit = Sequence(length, boundary, done_key, burn_in, bootstrap, dilation)
+        both = [each.expand(anchors, {"weight": weight}, rb.storage) for each in (unit, CompilableSequence(unit))]
+        theirs, ours = ({**info, "index": stacked(index)} for index, info in both)
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(value, ours[key]) for key, value in theirs.items())
 
 
 def test_without_the_entry_that_marks_ends_of_episodes_windows_are_an_error():
@@ -268,8 +265,7 @@ def test_in_a_graph_rows_of_overwritten_anchors_and_of_older_draws_are_dropped()
 def test_draws_and_updates_may_run_as_graphs():
     rb = as_graphs(make(ProportionalSampler(CAPACITY, eps=EPS), stock=False))
     for _ in range(3):
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(len(batch)) + 0.1
+        batch = drawn(rb)
         wanted, _ = expected(rb, batch)
         rb.update_tensordict_priority(batch)
         torch.testing.assert_close(probabilities(rb), wanted)
@@ -287,27 +283,26 @@ def test_in_a_graph_other_sample_units_are_refused_by_name():
     assert rb.sample().shape == (24,)
 
 
-def test_in_a_graph_samplers_of_slices_and_pinned_tables_are_refused_too():
-    slices, pinned = TrajectoryRetraceSampler(slice_len=4), events(default=CAPACITY)
-    for sampler, message in ((slices, "sample_unit=Sequence"), (pinned, "retention='pinned'")):
-        rb = make(sampler, stock=False, capacity=2 * CAPACITY)
+REFUSED = {
+    "slices": (lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4), "sample_unit=Sequence"),
+    "decoupled": (
+        lambda: DecoupledSampler(TrajectoryRetraceSampler(CAPACITY, slice_len=4), policy()),
+        "sample_unit=Sequence",
+    ),
+    "pinned": (lambda: events(default=CAPACITY), "retention='pinned'"),
+}
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_samplers_that_cannot_be_expanded_are_refused_by_name(name, stock):
+    sampler, message = REFUSED[name]
+    rb = make(sampler(), stock, capacity=2 * CAPACITY if name == "pinned" else CAPACITY)
+    with pytest.raises(ValueError, match=message):
+        rb.sample()
+    if name == "slices":
+        with pytest.raises(ValueError, match=message):
+            rb.sampler.newest(rb)
+    if not stock and name != "decoupled":
         with pytest.raises(Exception, match=message):
-            torch.compile(lambda rb=rb: rb.sample(), fullgraph=True, backend="eager")()
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_samplers_of_slices_are_refused_by_name(stock, decoupled):
-    slices = TrajectoryRetraceSampler(CAPACITY, slice_len=4)
-    rb = make(DecoupledSampler(slices, policy()) if decoupled else slices, stock)
-    with pytest.raises(ValueError, match="sample_unit=Sequence"):
-        rb.sample()
-    with pytest.raises(ValueError, match="sample_unit=Sequence"):
-        slices.newest(rb)
-
-
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-def test_pinned_tables_are_refused_by_name(stock):
-    rb = make(events(default=CAPACITY), stock, capacity=2 * CAPACITY)
-    with pytest.raises(ValueError, match="retention='pinned'"):
-        rb.sample()
+            torch.compile(lambda: rb.sample(), fullgraph=True, backend="eager")()

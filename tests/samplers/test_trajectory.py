@@ -1,7 +1,6 @@
 """TrajectoryRetraceSampler against plain lists of transitions: its slices, padding, anchors, weights and state."""
 
 import copy
-import pickle
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -11,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
-from torchrl.data.replay_buffers.scheduler import LinearScheduler
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
@@ -205,21 +203,6 @@ def assert_same_when_restored(buffer):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("pad", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_long_random_sequences(layout, pad, seed):
-    replay = Slices(
-        layout, slice_len=2 + seed, pad=pad, capacity=13 + 4 * seed, num_envs=2 + seed, seed=seed, end_probability=0.1
-    )
-    for number in range(80):
-        replay.random_operation()
-        if number % 4 == 0:
-            replay.check()
-    assert replay.reference.writes > 5 * replay.capacity
-    assert_same_when_restored(replay.buffer)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_random_sequences_with_anchors(layout):
     replay = Slices(layout, slice_len=3, proportional=True, capacity=16, num_envs=3, seed=5, end_probability=0.2)
@@ -320,30 +303,6 @@ def test_marks_by_hand():
     assert ("collector", "mask") not in buffer[:].keys(True, True)
 
 
-def test_the_ring_is_no_episode():
-    buffer = buffer_of(10, slice_len=4)
-    buffer.extend(rows(10))
-    buffer.extend(rows(3, first=10))  # one episode, and 3..9 is what is left of its beginning
-    numbers = slices_by_start(buffer, "number")
-    assert sorted(numbers) == list(range(3, 13))
-    assert numbers[8] == [8, 9, 10, 11] and numbers[11] == [11, 12, 12, 12]
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 10, 13, 25])
-@pytest.mark.parametrize("pad", [True, False])
-def test_chunks_make_no_difference(chunk, pad):
-    whole, parts = buffer_of(10, 3, pad=pad), buffer_of(10, 3, pad=pad)
-    done = [n for n in range(100) if n % 9 in (4, 8)]
-    data = rows(100, done=done)
-    for part in data.split(1):
-        whole.extend(part)
-    for part in data.split(chunk):
-        parts.extend(part)
-    assert torch.equal(whole.sampler.probabilities(whole.storage), parts.sampler.probabilities(parts.storage))
-    assert slices_by_start(whole, "number") == slices_by_start(parts, "number")
-    assert torch.equal(whole.sampler.newest(whole)["number"], parts.sampler.newest(parts)["number"])
-
-
 def test_flags_are_shaped_like_those_that_are_stored():
     buffer = buffer_of(slice_len=2)
     data = rows(6, done=[2])
@@ -365,14 +324,6 @@ def test_other_keys():
     assert slices_by_start(buffer, "number")[2] == [2, 2]
     assert slices_by_start(buffer, "end")[3] == [False, True]
     assert slices_by_start(buffer, "truncated")[2] == [False, False]
-
-
-def test_slices_of_one_step():
-    buffer = buffer_of(slice_len=1)
-    buffer.extend(rows(6, done=[2]))
-    batch = buffer.sample()
-    assert batch["collector", "mask"].all() and batch["next", "done"].all()
-    assert torch.equal(batch["next", "truncated"], ~batch["next", "terminated"])
 
 
 # --- the distribution
@@ -439,31 +390,18 @@ def test_padded_rows_change_nothing(make):
     assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("step", [slice(None), 3], ids=["all steps", "one step"])
-def test_td_errors_may_have_the_shape_of_the_slices(compiled, step):
+def test_td_errors_may_have_the_shape_of_the_slices(step):
     torch.manual_seed(0)
     sampler = TrajectoryRetraceSampler(20, slice_len=4, anchors=proportional())
     buffer = data.buffer_with(sampler, 20, compilable=True, batch_size=16)
     buffer.extend(rows(20, done=[9]))
-    buffer = data.as_graphs(buffer) if compiled else buffer
     priority = torch.ones(20)
     batch = buffer.sample().reshape(-1, 4)[:, step]
     batch["td_error"] = 2.0 + batch["index"]
     buffer.update_tensordict_priority(batch)
     learned = batch[batch["collector", "mask"]]
     priority[learned["index"]] = learned["td_error"]
-    assert_priorities(buffer, priority)
-
-
-def test_padded_rows_of_a_view_change_nothing():
-    buffer = buffer_with_short_episodes()
-    batch = buffer.sample()
-    index, mask = batch["index"][1::2], batch["collector", "mask"][1::2]
-    assert not mask.all()
-    buffer.update_priority(index, torch.where(mask, 2.0, torch.nan))
-    priority = torch.ones(12)
-    priority[index[mask]] = 2.0
     assert_priorities(buffer, priority)
 
 
@@ -476,75 +414,6 @@ def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
     batch["td_error"] = torch.where(torch.arange(len(mask)) == wrong, torch.nan, 1.0)
     with pytest.raises(ValueError, match=f"position {wrong} of the update"):
         buffer.update_tensordict_priority(batch)
-
-
-@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
-def test_updates_of_overwritten_slots_are_dropped(make):
-    buffer = make(anchors=proportional(), slices=20)
-    buffer.extend(rows(20, done=[9]))
-    batch, other = buffer.sample(), buffer.sample()
-    buffer.extend(rows(5, first=20))
-    for drawn, value in ((batch, 7.0), (other, 9.0)):
-        mask, index = drawn["collector", "mask"], drawn["index"]
-        drawn["td_error"] = torch.full((80,), value)
-        buffer.update_tensordict_priority(drawn)
-        priority = torch.ones(20)
-        priority[index[mask & (index >= 5)]] = value
-        assert_priorities(buffer, priority)
-        buffer.update_priority(torch.arange(5, 20), torch.ones(15))
-        assert buffer.sampler.stats()["max_priority"] >= value
-
-
-def test_batches_from_before_empty_change_nothing():
-    buffer = buffer_of(anchors=proportional())
-    buffer.extend(rows(20))
-    batch = buffer.sample()
-    buffer.empty()
-    buffer.extend(rows(20))
-    batch["td_error"] = torch.full((16,), 100.0)
-    buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([0.05] * 20)
-
-
-def test_errors_are_still_errors():
-    buffer = buffer_of(anchors=proportional())
-    buffer.extend(rows(20, done=[9]))
-    for bad in (torch.nan, -1.0):
-        batch = buffer.sample()
-        batch["td_error"] = torch.full((16,), 1.0)
-        batch["td_error"][0] = bad
-        with refuses(buffer, ValueError, "TD error"):
-            buffer.update_tensordict_priority(batch)
-    with refuses(buffer, ValueError, "one TD error per transition"):
-        buffer.update_priority(buffer.sample()["index"], torch.ones(3))
-    with pytest.raises(IndexError, match="out of range"):
-        buffer.update_priority(torch.tensor([25]), torch.ones(1))
-
-
-def test_td_errors_that_come_with_the_data_are_taken():
-    buffer = buffer_of(anchors=proportional())
-    buffer.extend(rows(4, td_error=torch.tensor([1.0, 2.0, 3.0, 4.0])))
-    buffer.add(rows(1, first=4, td_error=torch.tensor([5.0]))[0])
-    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([k / 15 for k in range(1, 6)])
-
-
-def test_td_errors_that_come_with_the_data_are_taken_after_a_draw_of_the_same_slots():
-    torch.manual_seed(1)
-    buffer = buffer_of(anchors=proportional(), slices=1)
-    buffer.extend(rows(20))
-    while buffer.sample()["index"].tolist() != [0, 1, 2, 3]:
-        pass
-    buffer.extend(rows(4, first=20, td_error=torch.full((4,), 5.0)))
-    assert buffer.sampler.anchors.state.priorities.of_slot[:4].tolist() == [5.0] * 4
-    assert buffer.sampler.stats()["dropped_updates"] == 0
-
-
-def test_a_row_is_added_after_a_draw_of_its_slot():
-    sampler = TrajectoryRetraceSampler(1, slice_len=1, behaviour_keys=(), anchors=ProportionalSampler(1))
-    buffer = data.buffer_with(sampler, 1, batch_size=1)
-    for number in range(3):
-        buffer.add(rows(1, first=number)[0])
-        assert buffer.sample()["number"].tolist() == [number]
 
 
 @pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])
@@ -600,13 +469,6 @@ def test_a_sampler_is_the_anchor_of_one_sampler_only():
     assert len(anchors.state.observers) == 1
 
 
-def test_schedulers_reach_the_anchors():
-    buffer = buffer_of(anchors=proportional(beta=0.4))
-    scheduler = LinearScheduler(buffer.sampler.anchors, "beta", final_value=1.0, num_steps=2)
-    scheduler.step()
-    assert buffer.sampler.anchors.beta == pytest.approx(0.7)
-
-
 def test_uniform_anchors_take_no_priorities():
     buffer = buffer_of()
     buffer.extend(rows(20, done=[9]))
@@ -652,25 +514,8 @@ def test_the_newest_by_hand():
     assert set(batch.keys(True, True)) == set(buffer.sample().keys(True, True))
 
 
-def test_the_newest_where_a_trajectory_breaks_off():
-    buffer = buffer_of(slice_len=4)
-    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=torch.tensor([True, False, True, False])))
-    batch = buffer.sampler.newest(buffer)
-    assert batch["next", "done"].squeeze(-1).tolist() == [False, True, False, True]
-    assert batch["next", "truncated"].squeeze(-1).tolist() == [False, True, False, True]
-
-
-def test_the_newest_of_each_stream():
-    buffer = buffer_of(40, slice_len=3, num_streams=2)
-    buffer.extend(rows(10, done=[4], ids=[0, 1, 0, 1, 0, 1, 2, 1, 2, 2]))
-    # trajectory 0 has ended, 2 took its lane
-    batch = buffer.sampler.newest(buffer).reshape(2, 3)
-    assert batch["number"].tolist() == [[6, 8, 9], [3, 5, 7]]
-    assert batch["collector", "mask"].all()
-
-
 @pytest.mark.parametrize("order", ["env_major", "time_major"])
-@pytest.mark.parametrize("num_envs, steps, length", [(4, 8, 8), (3, 5, 4), (2, 2, 6), (6, 7, 14)])
+@pytest.mark.parametrize("num_envs, steps, length", [(4, 8, 8), (2, 2, 6)])
 def test_the_newest_of_flat_batches_are_the_newest_of_each_environment(order, num_envs, steps, length):
     generator = torch.Generator().manual_seed(num_envs)
     buffer = buffer_of(400, slice_len=length, num_streams=num_envs)
@@ -741,52 +586,6 @@ def test_the_newest_of_nothing():
 # --- state
 
 
-def continued(original, how, path):
-    if how == "deepcopy":
-        return copy.deepcopy(original)
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(original))
-    restored = Slices(**original.arguments).buffer
-    if how == "state_dict":
-        restored.load_state_dict(copy.deepcopy(original.buffer.state_dict()))
-    else:
-        original.buffer.dumps(path)
-        restored.loads(path)
-    result = copy.deepcopy(original)
-    result.buffer, result.sampler = restored, restored.sampler
-    return result
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict", "dumps"])
-@pytest.mark.parametrize("proportional", [False, True])
-@pytest.mark.parametrize("layout", ["single", "interleaved", "two_dim"])
-def test_continued_from_a_copy(layout, proportional, how, tmp_path):
-    arguments = {"slice_len": 3, "pad": proportional, "proportional": proportional, "capacity": 16, "num_envs": 2}
-    replay = Slices(layout, seed=3, end_probability=0.1, **arguments)
-    replay.arguments = {"layout": layout, **arguments}
-    # a closure, for pickle
-    del replay.environments.step
-    for _ in range(15):
-        replay.extend(3)
-        if proportional:
-            replay.update(replay.sample(4))
-    other = continued(replay, how, tmp_path)
-    assert_same_state(other.sampler.state_dict(), replay.sampler.state_dict())
-    assert_same_when_restored(other.buffer)
-    for _ in range(5):
-        for each in (replay, other):
-            each.extend(2)
-        drawn = []
-        for each in (replay, other):
-            torch.manual_seed(0)
-            drawn.append(each.buffer.sample(12))
-            drawn.append(each.sampler.newest(each.buffer))
-        for first, second in zip(drawn[:2], drawn[2:], strict=True):
-            for key, value in first.items(True, True):
-                assert torch.equal(value, second[key]), key
-    assert_same_state(other.sampler.state_dict(), replay.sampler.state_dict())
-
-
 def test_a_state_that_does_not_fit_changes_nothing():
     buffer = buffer_of(anchors=proportional())
     buffer.extend(rows(20, done=[9]))
@@ -826,45 +625,6 @@ def test_attached_to_what_is_there(tmp_path):
     assert newest.newest(loaded)["number"].tolist() == [12, 13, 14, 15]
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_empty_forgets_everything(pad):
-    buffer = buffer_of(pad=pad, slice_len=2)
-    buffer.extend(rows(33, done=[7]))
-    buffer.empty()
-    assert buffer.sampler.stats()["num_items"] == buffer.sampler.stats()["num_starts"] == 0
-    buffer.sampler.check_valid()
-    buffer.extend(rows(4, done=[1]))
-    assert set(slices_by_start(buffer, "number")) == ({0, 1, 2, 3} if pad else {0, 2})
-
-
-def test_marking_again_keeps_the_slices():
-    buffer = buffer_of(6, slice_len=3)
-    buffer.extend(rows(6, done=[2]))
-    for again in (torch.arange(3), torch.tensor([0, 0, 3]), 5):
-        buffer.mark_update(again)
-    expected = {0: [0, 1, 2], 1: [1, 2, 2], 2: [2, 2, 2], 3: [3, 4, 5], 4: [4, 5, 5], 5: [5, 5, 5]}
-    assert slices_by_start(buffer, "number") == expected
-    buffer.extend(rows(2, first=6))
-    assert slices_by_start(buffer, "number")[4] == [4, 5, 6]
-
-
-def test_prefetch():
-    buffer = buffer_of(anchors=proportional(), prefetch=2)
-    for first in range(0, 200, 4):
-        buffer.extend(rows(4, done=[2], first=first))
-        batch = buffer.sample()
-        assert (batch["index"] == batch["number"] % 20).all()
-        batch["td_error"] = torch.rand(16)
-        buffer.update_tensordict_priority(batch)
-    assert_same_when_restored(buffer)
-
-
-def test_repr():
-    assert repr(TrajectoryRetraceSampler(5, slice_len=2)) == (
-        "TrajectoryRetraceSampler(capacity=5, slice_len=2, pad=True, anchors='uniform')"
-    )
-
-
 # --- bad input
 
 
@@ -902,13 +662,6 @@ def test_batches_hold_whole_slices(batch_size):
         buffer.sampler.sample(buffer.storage, batch_size)
 
 
-def test_sampling_from_an_empty_buffer():
-    for anchors in ("uniform", proportional()):
-        buffer = buffer_of(anchors=anchors)
-        with pytest.raises(RuntimeError, match="empty storage"):
-            buffer.sample()
-
-
 def test_no_slice_is_long_enough():
     buffer = buffer_of(pad=False)
     buffer.extend(rows(9, done=[2, 5]))
@@ -942,30 +695,6 @@ def test_missing_entries_are_named(missing, anchors):
         filled.sample()
 
 
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-def test_too_many_trajectories():
-    buffer = buffer_of(num_streams=2)
-    buffer.extend(rows(4, ids=[0, 1, 0, 1]))
-    with refuses(buffer, ValueError, "more simultaneous trajectories than num_streams=2.*Pass num_streams="):
-        buffer.extend(rows(3, ids=[2, 0, 1]))
-    single = buffer_of()
-    with refuses(single, ValueError, "more simultaneous trajectories than num_streams=1"):
-        single.extend(rows(4, ids=[0, 1, 0, 1]))
-
-
-def test_writes_go_on_after_a_refused_one():
-    buffer = buffer_of(6, slice_len=2)
-    buffer.extend(rows(6, ids=[0] * 6))
-    with pytest.raises(ValueError, match="num_streams=1"):
-        buffer.extend(rows(2, ids=[1, 0], first=6))
-    # the rejected rows are in the storage, but their content is unknown, so they are never drawn
-    buffer.extend(rows(1, ids=[0], first=8))
-    assert slices_by_start(buffer, "number") == {3: [3, 4], 4: [4, 5], 5: [5, 5], 8: [8, 8]}
-    assert buffer.sampler.newest(buffer)["number"].tolist() == [8, 8]
-    buffer.extend(rows(2, ids=[0, 0], first=9))
-    assert slices_by_start(buffer, "number")[8] == [8, 9]
-
-
 def test_no_slice_goes_on_in_rows_that_the_anchors_refuse():
     buffer = buffer_of(10, slice_len=2, num_streams=2, anchors=ReaPERSampler(10, num_streams=1))
     buffer.extend(rows(2, ids=[0, 0]))
@@ -975,25 +704,3 @@ def test_no_slice_goes_on_in_rows_that_the_anchors_refuse():
         buffer.extend(rows(1, ids=[0], first=3))
     buffer.sampler.check_valid()
     assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 2: [2, 2]}
-
-
-def test_only_writers_in_turn():
-    storage, writer = LazyTensorStorage(6), TensorDictMaxValueWriter(rank_key="rank")
-    buffer = TensorDictReplayBuffer(
-        storage=storage, sampler=TrajectoryRetraceSampler(6, slice_len=2), writer=writer, batch_size=2
-    )
-    with pytest.raises(ValueError, match=r"^TrajectoryRetraceSampler: .*round-robin"):
-        buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
-
-
-def test_storages():
-    with pytest.raises(TypeError, match="must hold a TensorDict"):
-        ReplayBuffer(
-            storage=ListStorage(6), sampler=TrajectoryRetraceSampler(6, slice_len=2), batch_size=2, collate_fn=list
-        ).extend(list("abc"))
-    with pytest.raises(ValueError, match="capacity must not be smaller than the storage"):
-        data.buffer_with(TrajectoryRetraceSampler(5, slice_len=2), 6, batch_size=2).extend(rows(2))
-    buffer = buffer_of(6, slice_len=2, ndim=2)
-    buffer.extend(torch.stack([rows(2), rows(2, first=10)]))
-    assert slices_by_start(buffer, "number") == {0: [0, 1], 1: [1, 1], 10: [10, 11], 11: [11, 11]}
-    assert buffer.sample()["index"].shape == (8, 2)

@@ -136,15 +136,6 @@ def test_batches_with_other_entries_write_nothing():
     assert rows_in(many) == before
 
 
-def test_a_refused_first_batch_leaves_no_trace():
-    many = sharded("event tables", 2)
-    with pytest.raises(KeyError, match="value"):
-        many.extend(transitions(0, 8).exclude("value"))
-    assert len(many) == 0
-    fill(many)
-    assert len(many) == 160 and many.sample().shape == (BATCH,)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -200,13 +191,6 @@ def test_bad_updates_change_nothing():
     for left, right in zip(before["shards"], after["shards"], strict=True):
         for entry in ("priority", "beta"):
             assert torch.equal(left["_sampler"][entry], right["_sampler"][entry])
-
-
-def test_a_stored_weight_does_not_become_the_weight_of_a_draw():
-    many = sharded("proportional", 2)
-    data = transitions(0, 20)
-    many.extend(data.set("priority_weight", torch.full((len(data),), 7.0)))
-    assert (many.sample()["priority_weight"] == 1).all()
 
 
 @pytest.mark.parametrize("arguments", [{"ndim": 2}, {"device": "meta"}])

@@ -12,20 +12,15 @@ from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
     STREAMS,
-    agreement,
-    draw,
     fill,
     learn,
-    probability_of_rows,
     require_own_priorities,
     rows_in,
-    set_priorities,
     sharded,
     td_errors,
     transitions,
-    whole,
 )
-from torchrl_replay_ext import Anneal, ProportionalSampler, TrajectoryRetraceSampler
+from torchrl_replay_ext import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding import Lost
 
 
@@ -54,19 +49,6 @@ def test_a_lost_shard(name):
     assert many.stats()["shards"] == 3 and min(len(rows) for rows in rows_in(many)) > 100
     assert 1 in many.sample()["shard"]
     many.check_valid()
-
-
-def test_draws_after_a_loss_follow_one_buffer_without_the_lost_rows():
-    one, many = whole("proportional"), sharded("proportional", 3)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
-    probability = probability_of_rows(one)
-    probability[list(rows_in(many)[2])] = 0
-    many._group.handles[2].kill()
-    with pytest.warns(UserWarning, match="shard 2 of"):
-        many.sample()
-    assert agreement(draw(many)[0], probability / probability.sum()) > 1e-4
 
 
 @pytest.mark.parametrize("when", ["exchange", "state_dict", "dumps"])
@@ -138,21 +120,6 @@ def test_late_updates_of_an_earlier_process_are_dropped():
     assert many.stats()["dropped_updates"] == (batch["shard"] == 1).sum()
 
 
-def test_batches_drawn_ahead_of_a_loss():
-    """Their answers arrive after the loss is known. They change nothing, and the loss is reported once."""
-    many = sharded("proportional", 2, prefetch=3)
-    fill(many)
-    learn(many, 3)
-    many._group.handles[0].kill()
-    with pytest.warns(UserWarning, match="shard 0") as warned:
-        len(many)
-        learn(many, 8)
-    assert len(warned) == 1
-    many._group.handles[0].restart()
-    learn(many, 8)
-    assert many.stats()["lost_shards"] == 1 and many.stats()["shards"] == 2
-
-
 def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
     many = sharded(
         "slices", 1, sampler=partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
@@ -180,7 +147,7 @@ def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        ["reaper", "slices, priorities"],
+        ["slices, priorities"],
         ["proportional", "reaper", "event tables, priorities", "slices, priorities"],
     ),
 )
@@ -248,18 +215,6 @@ def silently_restarted(many, number):
     many._group.handles[number].restart()
 
 
-def test_a_checkpoint_after_a_silent_restart_keeps_the_content_of_the_one_before(tmp_path):
-    many = sharded("proportional", 3)
-    fill(many)
-    many.dumps(tmp_path)
-    held = [len(rows) for rows in rows_in(many)]
-    for save in (partial(many.dumps, tmp_path), many.state_dict):
-        silently_restarted(many, 1)
-        with pytest.warns(UserWarning, match="shard 1 of"):
-            save()
-        assert [len(rows) for rows in rows_in(many)] == held
-
-
 @pytest.mark.parametrize("change", ["empty", "load_state_dict", "loads"])
 def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
     many = sharded("proportional", 3)
@@ -276,51 +231,6 @@ def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
     call[change]()
     assert bool(len(many)) == (change != "empty") and many.stats()["shards"] == 3
     many.check_valid()
-
-
-def test_schedules_survive_the_loss_of_all_shards():
-    beta = Anneal(0.4, 1.0, num_updates=10)
-    many = sharded("", 3, sampler=partial(ProportionalSampler, beta=beta))
-    fill(many)
-    learn(many, 5)
-    many.sample()
-    for number in range(3):
-        silently_restarted(many, number)
-    with pytest.warns(UserWarning), pytest.raises(Lost, match="no transition can be drawn"):
-        many.sample()
-    fill(many)
-    assert many.stats()["beta"] == pytest.approx(0.7)
-
-
-def test_rows_written_to_a_new_process_before_it_is_restored_are_kept(tmp_path):
-    many = sharded("proportional", 2)
-    fill(many)
-    many.dumps(tmp_path)
-    old = rows_in(many)[1]
-    silently_restarted(many, 1)
-    many.client().extend(transitions(400, 30))
-    new = rows_in(many)[1]
-    assert len(new) > 20 and min(new) >= 400
-    with pytest.warns(UserWarning, match="shard 1 of"):
-        many.sample()
-    many.sample()
-    assert rows_in(many)[1] == old | new
-    many.check_valid()
-
-
-@pytest.mark.parametrize("change", ["empty", "load_state_dict"])
-def test_an_earlier_checkpoint_is_not_restored_after_the_content_was_replaced(change, tmp_path):
-    many = sharded("proportional", 2)
-    state = many.state_dict()
-    fill(many)
-    many.dumps(tmp_path)
-    many.empty() if change == "empty" else many.load_state_dict(state)
-    many.extend(transitions(400, 20))
-    silently_restarted(many, 1)
-    with pytest.warns(UserWarning):
-        many.sample()
-    many.sample()
-    assert all(number >= 400 for rows in rows_in(many) for number in rows)
 
 
 def test_a_shard_that_cannot_be_restored_goes_on_empty(tmp_path):

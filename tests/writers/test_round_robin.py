@@ -9,13 +9,7 @@ from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 
 from tests.emulated_device import NAME, EmulatedDevice
 from torchrl_replay_ext import (
-    Anneal,
-    CompilableReplayBuffer,
     CompilableTensorStorage,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
@@ -56,28 +50,3 @@ def test_data_on_the_cpu_beside_a_default_device(make):
         rb.extend(rows(0, 4))
         rb.extend(rows(4, 4, trajectory=1))
         rb.sampler.check_valid()
-
-
-def test_annealed_alpha_in_a_small_ring_of_a_graph():
-    tables = EventTables([EventSpec("end", ("next", "done"), 2)], {"end": 4})
-    sampler = EventTableSampler(
-        tables,
-        eta={"default": 0.5, "end": 0.5},
-        min_size=1,
-        priority={"kind": "proportional", "alpha": Anneal(1.0, 0.2, num_updates=5)},
-    )
-    storage, writer = CompilableTensorStorage(CAPACITY), EventTableWriter(tables)
-    rb = CompilableReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=4)
-    data = rows(0, CAPACITY)
-    data["next", "done"][4] = True
-    rb.extend(data)
-
-    @torch.compile(fullgraph=True)
-    def step(error: torch.Tensor) -> None:
-        batch = rb.sample()
-        batch["td_error"] = error
-        rb.update_tensordict_priority(batch)
-
-    for _ in range(3):
-        step(1 + torch.rand(4))
-        sampler.check_valid()

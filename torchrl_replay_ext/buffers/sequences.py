@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Sequence
 
 from torchrl_replay_ext._torchrl import next_step_value, shape_and_device, stored_data
-from torchrl_replay_ext.compilation import gather_in_bounds, values_can_be_read, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, where_int64
 from torchrl_replay_ext.indices import last_occurrence
 from torchrl_replay_ext.samplers.slot_index import row_major
 
@@ -113,15 +113,9 @@ def largest_of_anchors(
         valid: bool [n].
 
     Returns:
-        Index [m] or [m, ndim], stamps [m], priorities [m], one row for each distinct pair. Where values cannot be read,
-        m = n, the stamps of further rows are -1, and for each anchor only the priority of the newest stamp is right.
+        ``anchor``; stamps [n], -1 for all rows but one of each pair; priorities [n], right for the newest stamp of each
+        anchor.
     """
-    if values_can_be_read(stamp):
-        pairs = torch.cat([anchor.reshape(len(stamp), -1), stamp.unsqueeze(1)], 1)[valid]
-        distinct, place = torch.unique(pairs, dim=0, return_inverse=True)
-        largest = torch.zeros_like(distinct[:, 0], dtype=priority.dtype)
-        largest.scatter_reduce_(0, place, priority[valid], reduce="amax", include_self=False)
-        return distinct[:, :-1].reshape(-1, *anchor.shape[1:]), distinct[:, -1], largest
     known = shape_and_device(storage)
     assert known is not None
     slots, unknown = row_major(anchor.reshape(len(stamp), -1), known[0]), torch.full_like(stamp, -1)

@@ -163,10 +163,8 @@ class EpisodeIndex:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        slots = slots.contiguous()
-        lane, begins = self.lanes.assign(slots, marks)
-        rows = slots, lane, begins, marks.ended, finished, mass, write_number
-        episodes_write(*rows, *self._memory(), *self._sums())
+        rows = finished, mass, write_number
+        self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
 
     def positions(self, slots: Tensor) -> Tensor:
         """Positions of ``slots`` [n], lane by lane in time order, int64 [n]."""

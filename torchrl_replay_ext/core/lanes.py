@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torchrl_replay_ext.kernels.lanes_layout import (
     UNCHECKED,
     WRITTEN,
 )
-from torchrl_replay_ext.kernels.ops import lanes_assign
+from torchrl_replay_ext.kernels.ops import Kernel, Views, empty
 
 
 class EpisodeMarks(NamedTuple):
@@ -77,37 +77,38 @@ class Lanes:
         # number of episodes that were interrupted by a row that is not marked as the first of its episode
         self.interrupted = torch.zeros(1, dtype=torch.int64, device=device)
         self._result = torch.zeros(2, dtype=torch.int64, device=device)
+        nothing = (torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.bool))
+        self._views = Views(self._state, self.interrupted, self._result, *nothing)
         self._warned = False
         self.clear_()
 
-    def assign(self, slots: Tensor, marks: EpisodeMarks) -> tuple[Tensor, Tensor]:
-        """Assign the rows of a write to lanes and find where episodes begin.
+    def write(self, kernel: Kernel, slots: Tensor, marks: EpisodeMarks, *arguments: Any) -> None:
+        """Run the kernel of a write, which assigns the rows to lanes and finds where episodes begin.
 
         Args:
+            kernel: begins with :func:`torchrl_replay_ext.kernels.lanes.assign`.
             slots: int64 [n], distinct, in the order of writing.
             marks: the ends and beginnings of episodes, and the trajectory ids.
-
-        Returns:
-            The lane of each row, int64 [n]; and True where an episode begins, bool [n].
+            *arguments: the other arguments of the kernel.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
         can_raise = not is_traced() and (self._validate or slots.is_cpu)
         strictness = UNCHECKED if not can_raise else CHECKED if self._warned else CAREFUL
-        trajectory = slots[:0] if marks.trajectory is None else marks.trajectory
-        initial = marks.ended[:0] if marks.initial is None else marks.initial
-        lane, begins = torch.empty_like(slots), torch.empty_like(marks.ended)
-        rows = slots, trajectory, marks.ended, initial
-        lanes_assign(self._state, self.interrupted, *rows, self.assigned, strictness, lane, begins, self._result)
+        state, interrupted, result, no_numbers, no_marks = self._views()
+        trajectory = no_numbers if marks.trajectory is None else marks.trajectory
+        initial = no_marks if marks.initial is None else marks.initial
+        lane, begins = empty(state, slots.shape[0], torch.int64), empty(state, slots.shape[0], torch.bool)
+        rows = slots.contiguous(), trajectory, marks.ended, initial, self.assigned, strictness, lane, begins
+        kernel(state, interrupted, result, *rows, *arguments)
         if can_raise:
-            outcome, number = self._result.tolist()
+            outcome, number = result.tolist()
             if outcome == TOO_MANY:
                 raise self._too_many(number)
             if outcome == INTERRUPTS and strictness == CAREFUL:
                 self._warn()
-                return self.assign(slots, marks)
-        return lane, begins
+                self.write(kernel, slots, marks, *arguments)
 
     def _warn(self) -> None:
         self._warned = True

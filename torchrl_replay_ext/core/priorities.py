@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, scalar, scatter_in_bounds
+from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.kernels.ops import Views
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -52,7 +49,6 @@ class Priorities:
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
-        self._views = Views(self.of_slot, self.largest)
         # the largest d of the rows of updates; within the buffer it is that of the tree of updated transitions
         self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
@@ -72,18 +68,10 @@ class Priorities:
         """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
         return error == as_float32(self.default_td_error())
 
-    def insert(self, slots: Array) -> None:
-        """Set the priorities of new transitions in ``slots``, an index as :attr:`RingWrite.slots_as_index`."""
-        scatter_in_bounds(self.of_slot, slots, -scalar(self.largest))
-
     def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
-
-    def arrays(self) -> Sequence[Array]:
-        """What kernels read: d of each slot, and the largest one."""
-        return self._views()
 
     def recount(self, slots: Tensor) -> None:
         """Update the largest priority within the buffer after d of ``slots`` [n] has changed; -1 is skipped."""

@@ -11,7 +11,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.kernels.ops import slices_walk, slices_write
+from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
 
 # a time long before all others
 _NEVER = -(2**62)
@@ -62,20 +62,19 @@ class SliceIndex:
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=device)
+        state = self._time, self._next, self._recent, self._rows, self._run
+        self._views = Views(*state, self.starts.leaves, self.starts.nodes, self.starts.pages, size)
 
     def write(self, slots: Tensor, marks: EpisodeMarks) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         ``slots``, int64 [n], are consecutive in the ring. For the other arguments see
-        :meth:`~torchrl_replay_ext.core.lanes.Lanes.assign`.
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.write`.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        slots = slots.contiguous()
-        lane, begins = self.lanes.assign(slots, marks)
-        state = self._time, self._next, self._recent, self._rows, self._run, *self.starts.arrays()
-        slices_write(slots, lane, begins, marks.ended, self._padded, *state)
+        self.lanes.write(slices_write, slots, marks, self._padded, *self._views())
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest or the newest. Slices do not continue across the removed slots.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
-from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
 
 # Value of last_seen_step before the first write.
 UNKNOWN = -1
@@ -87,16 +86,6 @@ class WriteLog:
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
         return (self.generation > 0).nonzero().squeeze(1)
-
-    def record(self, slots: Array, priority: Sequence[Array], *, stays: bool = True) -> None:
-        """Register one write of ``slots`` [n], or their removal unless it ``stays``.
-
-        ``priority``: the arrays of the priorities.
-        """
-        generation, number, draws, num_draws, *_ = self.views()
-        rows_record(generation, slots, stays, number, *priority, draws, num_draws)
-        if not stays:
-            self._announced = None
 
     def drawn(
         self,

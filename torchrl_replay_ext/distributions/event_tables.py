@@ -17,6 +17,8 @@ from torchrl_replay_ext.compilation import (
     is_traced,
     raise_if,
     random_seed,
+    scalar,
+    scatter_in_bounds,
     to_device,
     uniform,
     where_int64,
@@ -193,7 +195,8 @@ class EventTableMixture(Distribution):
         self._within.insert(slots, priority, rows)
         self._weights.insert(slots, rows)
         if self.takes_priorities:
-            self._priorities.insert(rows.slots_as_index)
+            # the masses are computed from d before the write is recorded
+            scatter_in_bounds(self._priorities.of_slot, rows.slots_as_index, -scalar(priority))
         self._set_masses(slots)
 
     def remove(self, slots: Tensor) -> None:

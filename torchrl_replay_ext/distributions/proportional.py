@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import WeightNorm
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, stratified_uniform, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -20,7 +20,7 @@ MAX_PRIORITY = 1e30
 
 
 class PowerTree:
-    """The masses d^α of all slots in a sum tree.
+    """The masses d^α of all slots in a sum tree, which the kernels of writes and updates change.
 
     Args:
         log: the generations of the slots.
@@ -40,14 +40,6 @@ class PowerTree:
     def max_supported_priority(self) -> float:
         """The largest d whose d^α can be represented."""
         return largest_priority(self.tree, self._alpha)
-
-    def insert(self, index: Array, priority: Tensor) -> None:
-        """Set the masses of new transitions from ``priority`` [1]; ``index``: :attr:`RowView.slots_as_index`."""
-        self.tree.write_power(index, priority, self._alpha.views()[0])
-
-    def remove(self, slots: Tensor) -> None:
-        """Set the masses of ``slots`` [n] to 0, so that they cannot be drawn."""
-        self.tree.write(slots, torch.zeros_like(slots))
 
     def reweight(self, slots: Tensor | None) -> None:
         """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
@@ -114,10 +106,10 @@ class Proportional(Distribution):
         return self._power.max_supported_priority
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._power.insert(rows.slots_as_index, priority)
+        pass
 
     def remove(self, slots: Tensor) -> None:
-        self._power.remove(slots)
+        pass
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         pass

@@ -53,11 +53,9 @@ class ReliabilityAdjusted(Distribution):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         self._reliability.insert(slots, priority, rows)
-        self._power.insert(rows.slots_as_index, priority)
 
     def remove(self, slots: Tensor) -> None:
         self._reliability.remove(slots)
-        self._power.remove(slots)
 
     def before_full_overwrite(self) -> None:
         self._reliability.before_full_overwrite()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.lanes import assign
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
@@ -90,14 +91,18 @@ def _stop(lane, memory, arrays):
 
 @loop
 def write(
-    slots, lane_of, begins, ended, finished, mass, number,
-    lane_episode, lane_next, count, free_records, free_pages, *arrays,
+    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins,
+    finished, mass, number, lane_episode, lane_next, count, free_records, free_pages, *arrays,
 ):  # fmt: skip
     """Write new transitions with the same ``mass`` [1] to ``slots`` [n], in order; they replace what was there.
 
-    ``lane_of`` and ``begins`` [n] are the results of :func:`torchrl_replay_ext.kernels.lanes.assign`; ``ended`` [n]:
-    the episode ends, and is then ``finished`` [n] for reliability; ``number`` [1] is the number of the write.
+    The arguments up to ``begins`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. An episode that
+    ended is ``finished`` [n] for reliability; ``number`` [1] is the number of the write.
     """
+    if not assign(
+        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
+    ):
+        return
     memory = lane_episode, lane_next, count, free_records, free_pages
     leaves, nodes, pages, capacity, position_of, _, span, lane_total = arrays[:8]
     episode, start_of, is_finished, updated_at, totals, maxima = arrays[8:]

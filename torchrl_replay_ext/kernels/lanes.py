@@ -65,8 +65,8 @@ def _has_runs(trajectory):
 
 
 @loop
-def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins, result):
-    """Assign each row of a write to a lane.
+def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins):
+    """Assign each row of a write to a lane; False if the write is refused. The kernels of writes begin with it.
 
     A row goes on with the unfinished episode of its trajectory. Any other trajectory takes a free lane, or the lane
     written to least recently, whose unfinished episode it then interrupts. ``ended`` rows end an episode, ``initial``
@@ -79,7 +79,7 @@ def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, s
     * The results are the lane of each row, ``lane_of`` [n], and whether an episode ``begins`` with it [n].
     * ``result`` is the outcome and the id that caused it. It is ``TOO_MANY`` if a trajectory goes on that was
       interrupted, and interrupts another one that did the same. ``INTERRUPTS`` is the outcome if there was any
-      interruption. If ``strictness`` says so, nothing else is changed then.
+      interruption. If ``strictness`` says so, the write is then refused, and nothing else is changed.
     """
     num_lanes, count = lanes.shape[1], slots.shape[0]
     has_ids, has_runs = trajectory.shape[0] > 0, _has_runs(trajectory)
@@ -111,7 +111,7 @@ def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, s
                 returns = _is_in_a_chain(state, number)
             if returns and strictness > UNCHECKED:
                 result[0], result[1] = TOO_MANY, number
-                return
+                return False
             if result[0] == DONE:
                 result[0], result[1] = INTERRUPTS, number
         lane_of[row], begins[row] = lane, not is_open or interrupts or is_initial
@@ -121,6 +121,7 @@ def assign(lanes, interrupted, slots, trajectory, ended, initial, is_assigned, s
             state[CHAIN, lane] = state[TRAJECTORY, lane]
         state[TRAJECTORY, lane], state[WRITTEN, lane], state[OPEN, lane] = number, now + 1 + row, not ended[row]
     if result[0] == INTERRUPTS and strictness == CAREFUL:
-        return
+        return False
     interrupted[0] += num_interrupted
     _copy(state, lanes)
+    return True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # what loops take as it is; isinstance(each, Tensor) takes several times as long for these
 _NOT_TENSORS = frozenset((np.ndarray, int, float, bool))
-_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY = {torch.bool: np.bool_, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 _library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
 
 
@@ -154,17 +154,20 @@ rows_drawn = Kernel(
     + _DRAWS
     + "Tensor(c!) weight, Tensor(d!) stamp",
 )
+# the parts of a PowerTree
+_POWER = "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
 rows_record = Kernel(
     "rows.record",
-    "Tensor(c!) generation, Tensor slots, bool stays, Tensor(d!) number, Tensor(e!) d, Tensor largest, "
-    "Tensor(a!) draws, Tensor num_draws",
+    "Tensor(a!) generation, Tensor(b!) number, Tensor(c!) draws, Tensor num_draws, Tensor(d!) d, Tensor largest, "
+    + _POWER
+    + "Tensor slots, bool stays",
 )
 rows_update = Kernel(
     "rows.update",
     "Tensor generation, Tensor(a!) draws, Tensor num_draws, Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, "
     "Tensor limit, float eps, float smallest, bool squared, "
-    "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
-    "Tensor slots, Tensor error, Tensor stamp, Tensor real, bool counts_draws, bool refuses, bool is_own, "
+    + _POWER
+    + "Tensor slots, Tensor error, Tensor stamp, Tensor real, bool counts_draws, bool refuses, bool is_own, "
     "Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
 )
 
@@ -184,26 +187,24 @@ reaper_draw = Kernel(
     + _EPISODES,
 )
 
-lanes_assign = Kernel(
-    "lanes.assign",
-    "Tensor(a!) lanes, Tensor(b!) interrupted, Tensor slots, Tensor trajectory, Tensor ended, Tensor initial, "
-    "bool is_assigned, int strictness, Tensor(c!) lane_of, Tensor(d!) begins, Tensor(e!) result",
-)
-
 _MEMORY = "Tensor(a!) lane_episode, Tensor(b!) lane_next, Tensor(c!) count, Tensor(d!) free_records, "
 _MEMORY += "Tensor(e!) free_pages, "
 _SUMS = "Tensor(f!) d_leaves, Tensor(g!) d_nodes, Tensor(h!) d_pages, int d_capacity, Tensor(i!) position_of, "
 _SUMS += "int num_lanes, int span, Tensor(j!) lane_total, Tensor(k!) episode, Tensor(l!) start_of, "
 _SUMS += "Tensor(m!) is_finished, Tensor(n!) updated_at, Tensor(o!) totals, Tensor(p!) maxima"
-_WRITTEN = "Tensor slots, Tensor lane_of, Tensor begins, Tensor ended, "
+# the arguments of ``lanes.assign``
+_ASSIGNED = (
+    "Tensor(s!) lanes, Tensor(t!) interrupted, Tensor(u!) result, Tensor slots, Tensor trajectory, Tensor ended, "
+    "Tensor initial, bool is_assigned, int strictness, Tensor(v!) lane_of, Tensor(w!) begins, "
+)
 
-episodes_write = Kernel("episodes.write", _WRITTEN + "Tensor finished, Tensor mass, Tensor number, " + _MEMORY + _SUMS)
+episodes_write = Kernel("episodes.write", _ASSIGNED + "Tensor finished, Tensor mass, Tensor number, " + _MEMORY + _SUMS)
 episodes_remove = Kernel("episodes.remove", "Tensor slots, bool stops, " + _MEMORY + _SUMS)
 episodes_update = Kernel("episodes.update", "Tensor slots, Tensor mass, Tensor number, " + _SUMS)
 
 slices_write = Kernel(
     "slices.write",
-    _WRITTEN + "bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, Tensor(d!) rows, "
+    _ASSIGNED + "bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, Tensor(d!) rows, "
     "Tensor(e!) run, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, int capacity",
 )
 slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leaves, Tensor(a!) slots, Tensor(b!) mask")
@@ -262,4 +263,10 @@ events_draw = Kernel(
     "events.draw",
     _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, Tensor(e!) slots, Tensor(f!) mass, "
     "Tensor(g!) probability",
+)
+
+frames_write = Kernel(
+    "frames.write",
+    "Tensor slots, Tensor before, Tensor after, Tensor trajectory, bool refuses, Tensor(a!) frames, Tensor(b!) ids, "
+    "Tensor(c!) references, Tensor(d!) free, Tensor(e!) streams, Tensor(f!) counts, Tensor(g!) refused",
 )

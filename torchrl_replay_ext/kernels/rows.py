@@ -14,7 +14,8 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
-from torchrl_replay_ext.kernels.tree import write_power
+from torchrl_replay_ext.kernels.tree import write_all, write_power
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 
 @part
@@ -63,18 +64,26 @@ def drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, 
 
 
 @loop
-def record(generation, slots, stays, number, d, largest, draws, num_draws):
+def record(
+    generation, number, draws, num_draws, d, largest, leaves, nodes, minima, pages, capacity, alpha, slots, stays
+):
     """Register one write of ``slots`` [n], or their removal.
 
     Args:
         generation: of each slot; becomes the number of the write, or 0.
-        slots: int64 [n].
-        stays: False if the slots become empty.
         number: the number of writes so far, int64 [1]; increased by 1.
-        d: of each slot; becomes the negative ``largest``, or 0.
-        largest: the priority of new transitions, float64 [1].
         draws: see above.
         num_draws: see :func:`drawn`.
+        d: of each slot; becomes the negative ``largest``, or 0.
+        largest: the priority of new transitions, float64 [1].
+        leaves: a tree of the masses d^alpha, which is updated too.
+        nodes: likewise.
+        minima: likewise.
+        pages: likewise.
+        capacity: likewise; 0: there is no tree.
+        alpha: the exponent first.
+        slots: int64 [n].
+        stays: False if the slots become empty.
     """
     number[0] += 1
     now = num_draws[0] & NUMBERS
@@ -90,6 +99,9 @@ def record(generation, slots, stays, number, d, largest, draws, num_draws):
         if draws[slot, 0] != 0:
             draws[slot, 2] = draws[slot, 0]
         draws[slot, 0], draws[slot, 1], draws[slot, 3] = 0, 0, waiting
+    if capacity > 0:
+        mass = math.ceil(largest[0] ** alpha[0] * UNIT) if stays else 0
+        write_all(leaves, nodes, minima, pages, capacity, slots, np.full(slots.shape[0], mass, np.int64))
 
 
 @part

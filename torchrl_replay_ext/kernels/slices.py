@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.lanes import assign
 from torchrl_replay_ext.kernels.loop import loop
 from torchrl_replay_ext.kernels.tree import put
 
 
 @loop
-def write(slots, lane_of, begins, ended, is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity):
+def write(
+    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins,
+    is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity,
+):  # fmt: skip
     """Write new transitions to ``slots`` [n], in order.
 
-    ``lane_of`` and ``begins`` [n] are the results of :func:`torchrl_replay_ext.kernels.lanes.assign`; ``ended`` [n]:
-    the episode ends. If ``is_padded``, slices may begin at each transition.
+    The arguments up to ``begins`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. If ``is_padded``,
+    slices may begin at each transition.
     """
+    if not assign(
+        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
+    ):
+        return
     size, length = following.shape[0], recent.shape[1]
     for row in range(slots.shape[0]):
         slot, lane = slots[row], lane_of[row]

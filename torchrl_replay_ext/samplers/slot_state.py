@@ -18,6 +18,7 @@ from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.ops import Views, rows_record
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
@@ -66,7 +67,13 @@ class SlotState:
         self.log = WriteLog(layout)
         self.priorities = Priorities(layout.size, layout.device, **priority_arguments)
         self.distribution = make(self.log, self.priorities)
-        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, hyperparameters)
+        # the tree of d^α that the kernels of writes and updates change too; no leaves if there is none
+        nothing = (torch.empty(0, dtype=torch.int64, device=layout.device) for _ in range(4))
+        no_tree = *nothing, 0, torch.empty(0, dtype=torch.float64, device=layout.device)
+        tree = self.distribution.power_parts or no_tree
+        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, tree, hyperparameters)
+        state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
+        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         # all parts that are updated at each write; observers first, since they may reject rows
         self._parts: list[WriteObserver] = [self.distribution]
         for observe in make_observers:
@@ -240,7 +247,7 @@ class SlotState:
         except BaseException:
             self._undo(slots, inserted)
             raise
-        self.log.record(slots.contiguous(), self.priorities.arrays())
+        rows_record(*self._views(), slots.contiguous(), True)
 
     def _undo(self, slots: Tensor, inserted: list[WriteObserver]) -> None:
         """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused."""
@@ -262,7 +269,8 @@ class SlotState:
             self._forget(slots)
 
     def _forget(self, slots: Tensor) -> None:
-        self.log.record(slots.contiguous(), self.priorities.arrays(), stays=False)
+        rows_record(*self._views(), slots.contiguous(), False)
+        self.log.announce(None)
         self.priorities.recount(slots)
 
     def discard(self, slots: Tensor) -> None:

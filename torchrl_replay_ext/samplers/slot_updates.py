@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class SlotUpdates:
     Args:
         owner: class name of the sampler, for error messages.
         log, priorities, distribution: the state to update.
+        tree: see :attr:`Distribution.power_parts`.
         hyperparameters: hyperparameters of the sampler, by name; their schedules count updates.
     """
 
@@ -41,6 +43,7 @@ class SlotUpdates:
         log: WriteLog,
         priorities: Priorities,
         distribution: Distribution,
+        tree: Sequence[Tensor | int],
         hyperparameters: dict[str, Hyperparameter],
     ):
         self._owner, self._layout, self._log = owner, log.layout, log
@@ -49,12 +52,11 @@ class SlotUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
-        nothing = [torch.empty(0, dtype=torch.int64, device=log.layout.device) for _ in range(5)]
         self._views = Views(
             *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
             *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
-            *(distribution.power_parts or (*nothing[:4], 0, self._limit[:0].clone())),
-            nothing[4],
+            *tree,
+            self.counts[:0].clone(),
         )
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)

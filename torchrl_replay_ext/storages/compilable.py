@@ -24,6 +24,15 @@ from torchrl_replay_ext.compilation import (
 )
 
 
+def positions(cursor: Any, size: int) -> Tensor:
+    """The places among ``size`` ones that ``cursor``, an index of any kind, stands for; int64 [n], [] for a number."""
+    if isinstance(cursor, slice):
+        return torch.arange(*cursor.indices(size))
+    numbers = torch.as_tensor(cursor)
+    numbers = numbers.nonzero().squeeze(1) if numbers.dtype == torch.bool else numbers.to(torch.int64)
+    return numbers + size * (numbers < 0)
+
+
 class CompilableTensorStorage(LazyTensorStorage):
     """A :class:`~torchrl.data.LazyTensorStorage` whose length and cursor are tensors that are changed in place.
 
@@ -95,15 +104,8 @@ class CompilableTensorStorage(LazyTensorStorage):
         columns = self._total_shape[1:] if self._total_shape else shape[1 - is_single : self.ndim - is_single]
         lanes = math.prod(columns)
         steps = -(self.max_size // -lanes)
-        first = cursor[0] if isinstance(cursor, tuple) else cursor
-        last: Any
-        if isinstance(first, slice | range):
-            written = range(steps)[first] if isinstance(first, slice) else first
-            last = max(written, default=-1)
-        else:
-            written = torch.as_tensor(first)
-            written = written.nonzero() if written.dtype == torch.bool else written
-            last = (written % steps).max() if written.numel() else -1
+        written = positions(cursor[0] if isinstance(cursor, tuple) else cursor, steps)
+        last = written.max() if written.numel() else -1
         # one assignment, so that an interrupted write leaves a valid length
         self._len_value.copy_(self._len_value.clamp_min((last + 1) * lanes))
 
@@ -126,7 +128,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         # TorchRL sets the length when it first computes the shape; in a graph it would set it to the capacity
         _ = self._total_shape
         columns = stored_columns(self)
-        device = columns[0].device
+        device = columns[0].device if columns else self.device
         for name in ("_len_value", "_last_cursor_index_value", "_mutation_revision_value"):
             setattr(self, name, getattr(self, name).to(device))
         mark_static(vars(self), columns)

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, to_device
-from torchrl_replay_ext.core.frame_pool import FramePool, require_one_step
+from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.indices import is_last_occurrence
-from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
+from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
 _OWNER = "FrameStackStorage"
-# The number of rows that are compared at once outside graphs.
-_ROWS = 1024
 
 
 class FrameStackStorage(CompilableTensorStorage):
@@ -81,14 +79,10 @@ class FrameStackStorage(CompilableTensorStorage):
         for name, value, least in (("frame_capacity", frame_capacity, max_size), ("num_streams", num_streams, 1)):
             require_integer(_OWNER, name, value, least=least)
         self._frame_capacity, self._num_streams = frame_capacity, num_streams
-        path = key_path(frame_key)
-        self._frame_key, self._next_key, self._traj_key = path, ("next", *path), traj_key
+        self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
+        self._traj_key = traj_key
         self._pool: FramePool | None = None
         super().__init__(max_size, device=device)
-
-    @property
-    def _frame_keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self._frame_key, self._next_key
 
     def is_stacked(self, key: NestedKey) -> bool:
         """True if the entry ``key`` is a frame stack. Frame stacks are not stored as columns."""
@@ -102,50 +96,47 @@ class FrameStackStorage(CompilableTensorStorage):
     @property
     def lost_frames(self) -> int:
         """Number of frames that a graph could not store; reads return zeros for these frames."""
-        return 0 if self._pool is None else int(self._pool.lost)
+        return 0 if self._pool is None else int(self._pool.counts[0])
 
     @property
     def mismatched(self) -> int:
         """Number of transitions written by a graph with stacks not one step apart; their next observation is wrong."""
-        return 0 if self._pool is None else int(self._pool.mismatched)
+        return 0 if self._pool is None else int(self._pool.counts[1])
 
     def _stacks(self, data: TensorDictBase) -> tuple[Tensor, Tensor]:
-        stacks = []
+        """The stacks [n, k, ...] of rows."""
         for key in self._frame_keys:
-            stack = data.get(key, None)
-            if stack is None:
+            if data.get(key, None) is None:
                 raise KeyError(
                     f"{_OWNER}: the data has no entry {key!r} with stacked frames. The environment writes this entry; "
                     "pass its name as frame_key=. Every write must contain all entries of the transitions."
                 )
-            stacks.append(stack)
-        before, after = stacks
-        if before.ndim < 3 or before.shape != after.shape or before.dtype != after.dtype:
+        before, after = (data.get(key) for key in self._frame_keys)
+        kind = tuple(before.shape), before.dtype
+        if before.ndim < 3 or (tuple(after.shape), after.dtype) != kind:
             raise ValueError(
-                f"{_OWNER}: the entries {self._frame_key!r} and {self._next_key!r} have shapes {tuple(before.shape)} "
-                f"({before.dtype}) and {tuple(after.shape)} ({after.dtype}); both must be stacks of frames "
-                "[transitions, frames, ...]."
+                f"{_OWNER}: the entries {self._frame_keys} have shapes {kind[0]} ({kind[1]}) and {tuple(after.shape)} "
+                f"({after.dtype}); both must be stacks of frames [transitions, frames, ...]."
             )
+        if self._pool is None or not self.initialized:
+            self._make_pool(before.shape[1], before.flatten(0, 1))
         pool = self._pool
-        if pool is not None:
-            expected, dtype = (pool.num_stacked, *pool.frames.shape[1:]), pool.frames.dtype
-            if tuple(before.shape[1:]) != expected or before.dtype != dtype:
-                raise ValueError(
-                    f"{_OWNER}: the entry {self._frame_key!r} has shape {tuple(before.shape)} ({before.dtype}); the "
-                    f"stored stacks require {(len(before), *expected)} ({dtype})."
-                )
+        assert pool is not None
+        stored = (len(before), pool.num_stacked, *pool.shape), pool.dtype
+        if kind != stored:
+            raise ValueError(
+                f"{_OWNER}: the entry {self._frame_keys[0]!r} has shape {kind[0]} ({kind[1]}); the stored stacks "
+                f"require {stored[0]} ({stored[1]})."
+            )
         return before, after
 
-    def _make_pool(self, num_stacked: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._pool = FramePool(
-            self.max_size,
-            self._frame_capacity,
-            num_stacked=num_stacked,
-            shape=shape,
-            dtype=dtype,
-            num_streams=self._num_streams,
-            device=device,
-        )
+    def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
+        """Make the pool for frames like ``frames`` [n, ...]."""
+        if self.device == "auto":
+            self.device = frames.device
+        kind: dict[str, Any] = {"num_stacked": num_stacked, "shape": tuple(frames.shape[1:]), "dtype": frames.dtype}
+        kind |= {"num_streams": self._num_streams, "device": self.device}
+        self._pool = FramePool(self.max_size, self._frame_capacity, **kind)
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -154,50 +145,22 @@ class FrameStackStorage(CompilableTensorStorage):
             data = torch.stack(data)
         if not is_tensor_collection(data):
             raise TypeError(f"{_OWNER}: the data must be a TensorDict, not {type(data).__name__}.")
+        slots = cursor
         if is_traced():
             self._require_columns()
-            self._write(cursor, data, set_cursor=set_cursor)
-            return
-        cursor, data = self._rows(cursor, data)
+        else:
+            cursor, slots, data = self._distinct(cursor, data)
         before, after = self._stacks(data)
-        parts = [slice(first, first + _ROWS) for first in range(0, len(data), _ROWS)]
-        # all rows before the first is written
-        for part in parts:
-            try:
-                require_one_step(before[part], after[part], first_row=part.start)
-            except ValueError as error:
-                raise ValueError(f"{_OWNER}: {error}") from error
-        for part in parts:
-            self._write(cursor[part], data[part], set_cursor=set_cursor)
-
-    def _write(self, cursor: Any, data: TensorDictBase, *, set_cursor: bool) -> None:
-        """Write at most 1,024 rows; in a graph, any number."""
-        before, after = self._stacks(data)
-        rest = data.exclude(*self._frame_keys)
-        if self._pool is None or not self.initialized:
-            if self.device == "auto":
-                self.device = before.device
-            self._make_pool(before.shape[1], tuple(before.shape[2:]), before.dtype, torch.device(self.device))
-        pool = self._pool
+        pool, trajectory = self._pool, data.get(self._traj_key, None)
         assert pool is not None
-        trajectory = data.get(self._traj_key, None)
-        device = pool.frames.device
-        slots, before, after = (tensor.to(device) for tensor in (cursor, before, after))
         if trajectory is not None:
-            trajectory = trajectory.reshape(-1).to(device, torch.int64)
-        try:
-            pool.write(slots, before, after, trajectory)
-        except RuntimeError as error:
-            raise RuntimeError(f"{_OWNER}: {error}") from error
-        super().set(cursor, rest, set_cursor=set_cursor)
+            trajectory = trajectory.reshape(-1).to(pool.device, torch.int64)
+        pool.write(slots.to(pool.device), before.to(pool.device), after.to(pool.device), trajectory)
+        super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
 
-    def _rows(self, cursor: Any, data: Any) -> tuple[Tensor, Any]:
-        """Distinct slots [n] and their data [n]; if a slot occurs several times, the last row wins."""
-        slots = cursor
-        if not isinstance(slots, Tensor):
-            slots = torch.arange(*slots.indices(self.max_size)) if isinstance(slots, slice) else torch.as_tensor(slots)
-        if slots.dtype == torch.bool:
-            slots = slots.nonzero().squeeze(1)
+    def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
+        """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""
+        slots = positions(cursor, self.max_size)
         if slots.ndim == 0:
             slots, data = slots.reshape(1), data.unsqueeze(0)
         if data.ndim != 1 or len(data) != len(slots):
@@ -205,30 +168,24 @@ class FrameStackStorage(CompilableTensorStorage):
                 f"{_OWNER}: data of shape {tuple(data.shape)} does not fit {len(slots)} slots of a storage of one "
                 "dimension. Flatten it: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
             )
-        slots = slots.to(torch.int64)
+        if isinstance(cursor, slice):
+            return cursor, slots, data
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.max_size:
+            raise IndexError(f"{_OWNER}: the slots {cursor} are not all in a storage of {self.max_size} slots.")
         last = is_last_occurrence(slots)
-        if bool(last.all()):
-            return slots, data
-        distinct: Any = data[last.to(data.device or last.device)]
-        return slots[last], distinct
+        if not bool(last.all()):
+            slots, data = slots[last], data[last.to(data.device or last.device)]
+        return slots, slots, data
 
     def _with_frames(self, rows: TensorDictBase, slots: Tensor, keys: Any = None) -> TensorDictBase:
+        """Add the stacks of ``slots`` to ``rows``; ``keys``: only these of them."""
         pool = self._pool
         assert pool is not None
-        slots = slots.to(pool.frames.device)
-        frames = pool.read(slots.reshape(-1))
-        frames = frames.view(*slots.shape, *frames.shape[1:])
-        for key, stack in (
-            (self._frame_key, frames.narrow(slots.ndim, 0, pool.num_stacked)),
-            (self._next_key, frames.narrow(slots.ndim, 1, pool.num_stacked)),
-        ):
+        frames = pool.read(slots.to(pool.device))
+        for first, key in enumerate(self._frame_keys):
             if keys is None or key in keys:
-                rows.set(key, stack)
+                rows.set(key, frames.narrow(slots.ndim, first, pool.num_stacked))
         return rows
-
-    def _columns_at(self, index: Any) -> Any:
-        """All entries except the frame stacks, at ``index``."""
-        return super().get(index)
 
     def get(self, index: Any) -> Any:
         """The transitions at ``index``. If ``index`` is a key, this entry of all transitions.
@@ -236,32 +193,25 @@ class FrameStackStorage(CompilableTensorStorage):
         The result is a new TensorDict: entries that you add to it are not stored.
         """
         if is_key(index):
-            column = None if self.is_stacked(index) else self._columns_at(index)
-            # A nested TensorDict may contain stacks, which are not columns of the storage.
+            column = None if self.is_stacked(index) else super().get(index)
+            # a nested TensorDict may contain stacks, which are not columns of the storage
             return column if isinstance(column, Tensor) else self.get(slice(None))[index]
-        rows = self._columns_at(index)
+        rows = super().get(index)
         if isinstance(index, Tensor) and index.dtype == torch.int64 and index.ndim:
             slots = to_device(index, self.counters_device)
-            slots = slots + self._len_value * (slots < 0)
-        else:
-            # A slice of a full storage is the stored TensorDict itself; do not add the stacks to it.
-            rows = rows.copy()
-            slots = torch.arange(len(self))[index]
-        return self._with_frames(rows, slots)
+            return self._with_frames(rows, slots + self._len_value * (slots < 0))
+        # a slice of a full storage is the stored TensorDict itself, which must not get the stacks
+        return self._with_frames(rows.copy(), torch.arange(len(self))[index])
 
     def __repr__(self) -> str:
-        fields: dict[str, Any] = {"len": len(self), "max_size": self.max_size, "num_frames": self.num_frames}
-        fields["data"] = "<empty>"
-        pool = self._pool
-        if self.initialized and pool is not None:
-            rows = self._columns_at(slice(None)).copy()
-            # A placeholder of the right shape: building the stacks of a large buffer takes gigabytes.
-            stack = pool.frames.new_zeros(()).expand(len(self), pool.num_stacked, *pool.frames.shape[1:])
+        data: Any = "<empty>"
+        if self.initialized and self._pool is not None:
+            data = super().get(slice(None)).copy()
             for key in self._frame_keys:
-                rows.set(key, stack)
-            fields["data"] = rows
-        body = ", \n".join(indent(f"{name}={value}", " " * 4) for name, value in fields.items())
-        return f"{type(self).__name__}(\n{body})"
+                # of the right shape: building the stacks of a large buffer takes gigabytes
+                data.set(key, self._pool.frames[0].expand(len(self), self._pool.num_stacked, *self._pool.shape))
+        sizes = f"len={len(self)}, max_size={self.max_size}, num_frames={self.num_frames}"
+        return f"{type(self).__name__}({sizes},\n" + indent(f"data={data})", " " * 4)
 
     def take(self, index: Tensor) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds."""
@@ -274,12 +224,6 @@ class FrameStackStorage(CompilableTensorStorage):
         rows = super().take_columns(columns, index)
         return self._with_frames(rows, index, stacked) if stacked else rows
 
-    def _settle(self) -> None:
-        super()._settle()
-        pool = self._pool
-        if pool is None and self.initialized:
-            raise _no_frames()
-
     def _empty(self) -> None:
         super()._empty()
         if self._pool is not None:
@@ -289,46 +233,29 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """The stored data. Places of the frame pool after the last one in use are left out."""
-        return {**super().state_dict(), "frames": {} if self._pool is None else self._saved()}
+        return {**super().state_dict(), "frames": {} if self._pool is None else self._pool.tensors()}
 
-    def _saved(self) -> dict[str, Tensor]:
-        assert self._pool is not None
-        return self._pool.tensors()
-
-    def _restore(self, state: dict[str, Tensor]) -> None:
-        if "frames" not in state:
-            if self._pool is not None:
-                self._pool.clear_()
-            return
-        if self._pool is None:
-            frames = state["frames"]
-            device = frames.device if self.device == "auto" else torch.device(self.device)
-            self._make_pool(state["ids"].shape[1] - 1, tuple(frames.shape[1:]), frames.dtype, device)
-        assert self._pool is not None
-        try:
-            self._pool.restore_(state)
-        except ValueError as error:
-            raise ValueError(f"{_OWNER}.load_state_dict: {error}") from error
+    def _restore(self, frames: dict[str, Tensor]) -> None:
+        if frames and self._pool is None:
+            self._make_pool(frames["ids"].shape[1] - 1, frames["frames"])
+        if self._pool is not None:
+            self._pool.restore_(frames) if frames else self._pool.clear_()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``; RuntimeError, before any change, if its rows have no frames."""
         frames = state_dict.get("frames", {})
         if state_dict.get("_len", 0) and not frames:
-            raise _no_frames()
+            raise RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
         self._restore(frames)
         super().load_state_dict(state_dict)
 
     def dumps(self, path: Any) -> None:
         """Save everything under the directory ``path``, as memory-mapped tensors."""
         super().dumps(path)
-        TensorDict(self._saved()).memmap(str(Path(path) / "frames"), copy_existing=True)
+        TensorDict(self.state_dict()["frames"]).memmap(str(Path(path) / "frames"), copy_existing=True)
 
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
         state = TensorDict.load_memmap(str(Path(path) / "frames"))
         self._restore({str(key): value for key, value in state.items()})
         super().loads(path)
-
-
-def _no_frames() -> RuntimeError:
-    return RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")

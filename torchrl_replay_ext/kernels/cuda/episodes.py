@@ -11,6 +11,7 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.tree import _levels, _num_pages, jit, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS
 
@@ -271,13 +272,18 @@ def _shapes(leaves: Tensor, capacity: int, position_of: Tensor, start_of: Tensor
 
 
 def write(
-    slots: Tensor, lane_of: Tensor, begins: Tensor, ended: Tensor, finished: Tensor, mass: Tensor, number: Tensor,
+    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
+    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
+    finished: Tensor, mass: Tensor, number: Tensor,
     lane_episode: Tensor, lane_next: Tensor, count: Tensor, free_records: Tensor, free_pages: Tensor,
     leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, position_of: Tensor, num_lanes: int, span: int,
     lane_total: Tensor, episode: Tensor, start_of: Tensor, is_finished: Tensor, updated_at: Tensor, totals: Tensor,
     maxima: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
+    rows = slots, trajectory, ended, initial
+    if not assign(lanes, interrupted, result, *rows, is_assigned, strictness, lane_of, begins):
+        return
     _write[(1,)](
         slots, lane_of, begins, ended, finished, mass, number, len(slots),
         lane_episode, lane_next, count, free_records, free_pages, len(free_pages) - 1, leaves, nodes, len(nodes), pages,

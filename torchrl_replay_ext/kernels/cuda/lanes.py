@@ -84,9 +84,9 @@ def _assign(
 
 
 def assign(
-    lanes: Tensor, interrupted: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor, initial: Tensor,
-    is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor, result: Tensor,
-) -> None:  # fmt: skip
+    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
+    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
+) -> bool:  # fmt: skip
     """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome."""
     can_refuse = strictness > lanes_layout.UNCHECKED
     state, total = (lanes.clone(), interrupted.clone()) if can_refuse else (lanes, interrupted)
@@ -99,6 +99,8 @@ def assign(
     if can_refuse:
         outcome = int(result[0])
         careful = outcome == lanes_layout.INTERRUPTS and strictness == lanes_layout.CAREFUL
-        if outcome != lanes_layout.TOO_MANY and not careful:
-            lanes.copy_(state)
-            interrupted.copy_(total)
+        if outcome == lanes_layout.TOO_MANY or careful:
+            return False
+        lanes.copy_(state)
+        interrupted.copy_(total)
+    return True

@@ -10,7 +10,7 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import jit, write_power
+from torchrl_replay_ext.kernels.cuda.tree import jit, write, write_power
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
@@ -233,8 +233,9 @@ def drawn(
 
 
 def record(
-    generation: Tensor, slots: Tensor, stays: bool, number: Tensor, d: Tensor, largest: Tensor, draws: Tensor,
-    num_draws: Tensor,
+    generation: Tensor, number: Tensor, draws: Tensor, num_draws: Tensor, d: Tensor, largest: Tensor,
+    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, alpha: Tensor,
+    slots: Tensor, stays: bool,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     count = slots.shape[0]
@@ -242,6 +243,10 @@ def record(
         slots, generation, number, d, largest, draws, num_draws, count, generation.shape[0],
         stays=stays, **_together(max(count, 1)),
     )  # fmt: skip
+    if capacity and stays:
+        write_power(leaves, nodes, minima, pages, capacity, slots, largest, alpha)
+    elif capacity:
+        write(leaves, nodes, minima, pages, capacity, slots, leaves.new_zeros(1))
 
 
 def update(

@@ -7,6 +7,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.episodes import put
+from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.tree import _levels, jit
 
 # slices of one thread block
@@ -67,10 +68,15 @@ def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: 
 
 
 def write(
-    slots: Tensor, lane_of: Tensor, begins: Tensor, ended: Tensor, is_padded: bool, time: Tensor, following: Tensor,
+    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
+    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
+    is_padded: bool, time: Tensor, following: Tensor,
     recent: Tensor, rows: Tensor, run: Tensor, leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
+    given = slots, trajectory, ended, initial
+    if not assign(lanes, interrupted, result, *given, is_assigned, strictness, lane_of, begins):
+        return
     num_lanes, length = recent.shape
     _write[(1,)](
         slots, lane_of, begins, ended, len(slots), time, following, min(len(following), capacity), recent, num_lanes,
