@@ -485,11 +485,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         num_writes = int(self.state.log.num_writes)
         if layout not in (None, self.layout):
             self._set_up(layout)
-        keys = self.distribution.settings
         if layout is None:
             self.state.clear()
-        else:
-            keys = self.state.tensors()
+        keys = self.distribution.settings if layout is None else self.state.tensors()
         self.state.load(call, state, keys, num_writes)
 
     def dumps(self, path: str | Path) -> None:
