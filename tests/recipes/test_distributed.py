@@ -108,7 +108,7 @@ def test_killed_collector(ray_runtime, tmp_path, monkeypatch, capsys):
         configuration = composer.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
         assert distributed.train(configuration, tmp_path) == FAILED
     errors = capsys.readouterr().err
-    assert ": the process of a collector has ended (killed, or out of memory?)\n" in errors
+    assert ": the process of a collector has ended (killed, or out of memory?); " in errors
     assert f"resume={tmp_path}" in errors and "Traceback" not in errors
     assert checkpoint(tmp_path)["counters"]["env_steps"] in {64, 80}
     assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
