@@ -53,14 +53,12 @@ if __name__ == "__main__":
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.spaces import Discrete, flatdim
-from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
@@ -69,15 +67,14 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
-from recipes.common.cli import parse_config
-from recipes.common.collector import VectorCollector
+from recipes.common.collector import make_collector
 from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
-from recipes.common.networks import make_network, to_tensor
+from recipes.common.networks import Normalizer, make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.replay import make_replay, require_memory
-from recipes.common.run import Log, Run, prepare
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.acer import WITH_Q, ACERConfig, Config
 from recipes.common.update import stack_updates, total
 from torchrl_replay_ext import (
@@ -89,47 +86,6 @@ from torchrl_replay_ext import (
     clip_gradients,
     compile_step,
 )
-
-# Normalized observations are clipped to this number of standard deviations.
-OBSERVED = 10.0
-
-
-class Normalizer(nn.Module):
-    """Normalizes observations by their running mean and standard deviation; if not `active`, returns them unchanged.
-
-    Args:
-        size: length of an observation vector.
-        active: whether observations are normalized.
-    """
-
-    mean: Tensor
-    square: Tensor
-    count: Tensor
-
-    def __init__(self, size: int, *, active: bool):
-        super().__init__()
-        self.active = active
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
-
-    @torch.no_grad()
-    def update(self, observations: Tensor) -> None:
-        """Add ``observations`` [n, size] to the running statistics."""
-        if self.active:
-            observations = observations.to(self.mean)
-            self.count.add_(len(observations))
-            share = len(observations) / self.count
-            self.mean.lerp_(observations.mean(0), share)
-            self.square.lerp_(observations.square().mean(0), share)
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Normalized observations, in their own dtype."""
-        if not self.active:
-            return observations
-        deviation = (self.square - self.mean.square()).clamp_min(1e-8).sqrt()
-        known = (observations - self.mean) / torch.where(self.count > 1, deviation, torch.ones_like(deviation))
-        return known.clamp(-OBSERVED, OBSERVED).to(observations.dtype)
 
 
 class FixedScale(nn.Module):
@@ -171,6 +127,12 @@ def _small(layer: nn.Module) -> nn.Linear:
     return layer
 
 
+def settings_of(acer: ACERConfig) -> dict[str, Any]:
+    """The arguments that both losses have."""
+    names = ["gamma", "lmbda", "c", "delta", "trust_region", "entropy_coeff", "critic_coeff", "returns"]
+    return {name: getattr(acer, name) for name in names}
+
+
 def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions: int, device: torch.device) -> ACERLoss:
     """Networks and loss for discrete actions."""
     *inner, width = acer.hidden_sizes
@@ -192,19 +154,8 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
     else:
         q_network = nn.Sequential(trunk(), q_head)
         critic = TensorDictModule(q_network, in_keys=["observation"], out_keys=["action_value"])
-    return ACERLoss(
-        actor,
-        critic,
-        gamma=acer.gamma,
-        lmbda=acer.lmbda,
-        c=acer.c,
-        delta=acer.delta,
-        trust_region=acer.trust_region,
-        statistics=acer.statistics,  # pyright: ignore[reportArgumentType]: ACERConfig has checked it
-        entropy_coeff=acer.entropy_coeff,
-        critic_coeff=acer.critic_coeff,
-        returns=acer.returns,
-    )
+    settings: dict[str, Any] = {"statistics": acer.statistics, **settings_of(acer)}
+    return ACERLoss(actor, critic, **settings)
 
 
 def make_continuous_loss(
@@ -239,17 +190,10 @@ def make_continuous_loss(
     return ACERContinuousLoss(
         actor,
         critic,
-        gamma=acer.gamma,
-        lmbda=acer.lmbda,
-        c=acer.c,
-        delta=acer.delta,
-        trust_region=acer.trust_region,
         num_samples=acer.num_samples,
-        entropy_coeff=acer.entropy_coeff,
-        critic_coeff=acer.critic_coeff,
         value_coeff=acer.value_coeff,
         use_q_opc=acer.use_q_opc,
-        returns=acer.returns,
+        **settings_of(acer),
     )
 
 
@@ -284,13 +228,6 @@ class CurrentPolicy:
         """The most probable actions."""
         first, *rest = self._statistics(observations)
         return (first if rest else first.argmax(-1)).cpu().numpy()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the checkpoint saves the networks and the global generator separately."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Does nothing; see :meth:`state_dict`."""
 
 
 def slices_loss(
@@ -364,17 +301,16 @@ def make_updates(
     return on_policy_update, replayed_update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        raw_config: the configuration as read.
+        config: the configuration.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     acer = config.acer
     device = prepare(config, run_dir)
 
@@ -388,8 +324,8 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(evaluation.action_space, Discrete)
-    names = ", ".join(WITH_Q)
-    acer.check("returns", lambda value: value in WITH_Q or not discrete, f"actions are discrete; choose {names}")
+    fitting = not discrete or acer.returns in WITH_Q
+    acer.require("returns", fitting, f"actions are discrete; choose {', '.join(WITH_Q)}")
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
     try:
         loss_module = make_loss(acer, observed, num_actions, device)
@@ -419,13 +355,7 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
     behaviour = CurrentPolicy(policy, normalizer, device)
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    collector = VectorCollector(
-        [partial(make_env, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=acer.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-    )
+    collector = make_collector(config, make_env, behaviour)
 
     def columns(_steps: int) -> dict[str, float]:
         returns = collector.returns
@@ -433,18 +363,14 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     run = Run(
         config,
-        raw_config,
         run_dir,
         device,
         collector=collector,
         replay=replay,
-        log=Log(
-            evaluation=evaluation,
-            policy=behaviour.most_probable,
-            columns=columns,
-            losses=tuple(loss_module.out_keys),
-            shown=("return_mean", "training_return", "entropy"),
-        ),
+        evaluation=evaluation,
+        policy=behaviour.most_probable,
+        columns=columns,
+        losses=tuple(loss_module.out_keys),
         state={"loss": loss_module, "optimizer": optimizer, "normalizer": normalizer},
         stores=statistics,
     )

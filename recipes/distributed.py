@@ -26,36 +26,33 @@ from pathlib import Path
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import DictConfig
 from tensordict.nn import TensorDictSequential
 from torchrl.data import Categorical
 from torchrl.modules import EGreedyModule, QValueActor
 
-from recipes.common.cli import parse_config
 from recipes.common.environment import make_discrete_env
 from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import make_optimizer
 from recipes.common.q_values import TargetValues
-from recipes.common.remote import RemoteCollector, RemoteReplay, runtime
-from recipes.common.replay import require_memory, stored_keys
-from recipes.common.run import Log, Run, prepare
+from recipes.common.remote import RemoteCollector, RemoteReplay, noticing_lost_actors, runtime
+from recipes.common.replay import require_memory
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.distributed import Config
 from recipes.dqn import make_loss, make_update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     with runtime(config.address, config.num_collectors, config.num_shards):
-        return train_with_ray(config, raw_config, run_dir)
+        return train_with_ray(config, run_dir)
 
 
-def train_with_ray(config: Config, raw_config: DictConfig, run_dir: Path) -> int:
+def train_with_ray(config: Config, run_dir: Path) -> int:
     """:func:`train` for a host on which Ray is running."""
     dqn = config.dqn
     device = prepare(config, run_dir)
@@ -76,48 +73,29 @@ def train_with_ray(config: Config, raw_config: DictConfig, run_dir: Path) -> int
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
     # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
-    replay = RemoteReplay(
-        config,
-        num_shards=config.num_shards,
-        num_streams=config.num_collectors * config.num_envs,
-        device=device,
-        prefetch=config.prefetch,
-        td_error="squared",
-        run_dir=run_dir,
-    )
+    replay = RemoteReplay(config, device, run_dir)
 
     @torch.inference_mode()
     def greedy(observations: np.ndarray) -> np.ndarray:
         return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
-    collector = RemoteCollector(
-        config,
-        TensorDictSequential([acting, exploration]),
-        replay,
-        num_collectors=config.num_collectors,
-        frames_per_batch=dqn.train_interval,
-        keys=stored_keys(config.env),
-    )
+    collector = RemoteCollector(config, TensorDictSequential([acting, exploration]), replay)
 
     run = Run(
         config,
-        raw_config,
         run_dir,
         device,
         collector=collector,
         replay=replay,
-        log=Log(
-            evaluation=evaluation,
-            policy=greedy,
-            epsilon=dqn.evaluation_epsilon,
-            value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,
-            losses=("loss",),
-            columns=lambda steps: {
-                "epsilon": dqn.epsilon(steps),
-                **{f"sampler/{key}": value for key, value in replay.stats().items()},
-            },
-            shown=("return_mean", "epsilon", "loss"),
-        ),
+        evaluation=evaluation,
+        policy=greedy,
+        epsilon=dqn.evaluation_epsilon,
+        value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,
+        losses=("loss",),
+        columns=lambda steps: {
+            "epsilon": dqn.epsilon(steps),
+            **{f"sampler/{key}": value for key, value in replay.stats().items()},
+        },
         state={"loss": loss_module, "optimizer": optimizer},
         stores=None,
     )
@@ -131,7 +109,7 @@ def train_with_ray(config: Config, raw_config: DictConfig, run_dir: Path) -> int
     )
 
     try:
-        with run:
+        with run, noticing_lost_actors():
             while run.continues():
                 acting.load_state_dict(actor.state_dict())
                 exploration.get_buffer("eps").fill_(dqn.epsilon(run.env_steps))

@@ -35,13 +35,11 @@ if __name__ == "__main__":
 
     run_recipe("dqn")
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
@@ -50,15 +48,14 @@ from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 from torchrl.objectives.utils import TargetNetUpdater
 
 from recipes.common.cagrad import cagrad_gradients, table_losses
-from recipes.common.cli import parse_config
-from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_discrete_env
 from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network, to_tensor
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.replay import loss_keys, make_replay, require_memory
-from recipes.common.run import Log, Run, prepare
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.dqn import Config, DQNConfig
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import clip_gradients
@@ -135,17 +132,16 @@ def make_update(
     return update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        raw_config: the configuration as read.
+        config: the configuration.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     dqn = config.dqn
     device = prepare(config, run_dir)
 
@@ -167,36 +163,23 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=config.seed)
-    collector = VectorCollector(
-        [partial(make_discrete_env, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=dqn.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-        n_step=dqn.n_step,
-        gamma=dqn.gamma,
-    )
+    collector = make_collector(config, make_discrete_env, behaviour)
 
     values = TargetValues(loss_module, device)
     of_rooms = room_columns(config.env, values, dqn.gamma)
-    log = Log(
+    run = Run(
+        config,
+        run_dir,
+        device,
+        collector=collector,
+        replay=replay,
         evaluation=evaluation,
         policy=greedy,
         epsilon=dqn.evaluation_epsilon,
         value=values.of_steps if dqn.log_q_mean else None,
         losses=("loss",),
         columns=lambda steps: {"epsilon": dqn.epsilon(steps), **of_rooms()},
-        shown=("return_mean", "epsilon", "loss"),
-    )
-    run = Run(
-        config,
-        raw_config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        log=log,
-        state={"loss": loss_module, "optimizer": optimizer},
+        state={"loss": loss_module, "optimizer": optimizer, "behaviour": behaviour},
     )
     # a tensor, because it can be annealed and a graph keeps numbers
     cagrad = None if dqn.cagrad is None else torch.zeros((), dtype=torch.float64, device=device)

@@ -34,11 +34,12 @@ import numpy as np
 
 from recipes.common.cli import BAD_CONFIG
 from recipes.common.csv_files import PROGRESS, steps_to_reach
-from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table, remarks
+from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table
 from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
 from recipes.common.intervals import median_with_bound
-from recipes.common.report import compare_with, report, study_directory
+from recipes.common.report import report, study_directory
+from recipes.common.tables import markdown
 
 IN_A_ROW = 3
 
@@ -54,18 +55,16 @@ def format_solved(runs: Sequence[Curve], least: float, column: str = RETURN, hea
         values = run.values[column].tolist()
         solved = steps_to_reach(run.steps.tolist(), values, least, IN_A_ROW, stopped=run.stopped)
         found[run.env, run.group].append((int(run.steps[-1]), True) if solved is None else (solved, False))
-    width = 2 + max(len(heading), *(len(group) for _, group in found))
 
     def text(steps: float, censored: bool) -> str:
         return f"{'≥' * censored}{steps:.0f}"
 
-    lines = [f"{'environment':<16}{heading:<{width}}{'median steps':>12}  by seed"]
+    lines = []
     for (env, group), each_run in sorted(found.items()):
         steps, censored = np.array(each_run).T
-        each = " ".join(text(*run) for run in each_run)
         median = text(*median_with_bound(steps, censored == 1))
-        lines.append(f"{env:<16}{group:<{width}}{median:>12}  {each}")
-    return "\n".join(lines)
+        lines.append((env, group, median, " ".join(text(*run) for run in each_run)))
+    return markdown(("environment", heading, "median steps", "by seed"), lines)
 
 
 def main() -> None:
@@ -97,16 +96,15 @@ def main() -> None:
     studies = [path for path in map(str, arguments.runs) if path.startswith("study=")]
     try:
         if studies:
-            others = [name for name in vars(arguments) if name not in ("runs", "baseline")]
-            ignored = [f"--{name}" for name in others if getattr(arguments, name) != parser.get_default(name)]
+            options = ("out", "columns", "by", "smooth", "solved")
+            ignored = any(getattr(arguments, name) != parser.get_default(name) for name in options)
             if ignored or len(arguments.runs) > 1:
-                what = f"without {', '.join(ignored)}" if ignored else "one study at a time, without other runs"
                 raise ConfigError(
-                    f"{studies[0]}: {what}; a study's table and figure go to its directory. For other figures of its "
-                    f"runs pass --read <directory of the study>/curves.csv --by variant"
+                    f"{studies[0]}: one study at a time, and no option but --baseline; table and figure go to the "
+                    "study's directory. For other figures pass --read <that directory>/curves.csv --by variant"
                 )
             out = study_directory(studies[0].removeprefix("study="))
-            print(compare_with(out, arguments.baseline) if arguments.baseline else report(out))
+            print(report(out, arguments.baseline))
             return
         if arguments.baseline:
             raise ConfigError("--baseline: only for a study, study=<name or directory>")
@@ -114,13 +112,7 @@ def main() -> None:
         if arguments.read is not None:
             runs = read_table(arguments.read, columns, by)
         else:
-            empty = [path for path in arguments.runs if path.is_dir() and not any(path.iterdir())]
-            begun = [path for path in arguments.runs if path not in empty]
-            runs = [read_run(path, columns, by) for path in begun or empty]
-            for path in empty:
-                sys.stderr.write(f"{path}: empty, because the process was killed before the run began; left out\n")
-        for remark in remarks(runs):
-            sys.stderr.write(f"{remark}\n")
+            runs = [read_run(path, columns, by) for path in arguments.runs]
         save(draw_runs(runs, columns, arguments.smooth), *files)
         if arguments.solved is not None:
             heading = "sampler" if tuple(by) == SAMPLER else "runs"

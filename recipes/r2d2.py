@@ -33,27 +33,24 @@ if __name__ == "__main__":
     run_recipe("r2d2")
 
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.functional import mse_loss, smooth_l1_loss
 from torchrl.data import Sequence, TensorDictReplayBuffer
 
-from recipes.common.cli import parse_config
-from recipes.common.collector import VectorCollector
+from recipes.common.collector import make_collector
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation
 from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentGreedy, RecurrentNetwork
 from recipes.common.replay import make_replay, require_memory
-from recipes.common.run import Log, Run, prepare
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.r2d2 import Config, R2D2Config
 from recipes.common.update import Update, make_round, stack_updates
 from torchrl_replay_ext import clip_gradients
@@ -156,17 +153,16 @@ def make_update(
     return update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        raw_config: the configuration as read.
+        config: the configuration.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     r2d2 = config.r2d2
     device = prepare(config, run_dir)
 
@@ -186,32 +182,20 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
-    collector = VectorCollector(
-        [partial(make_discrete_env, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=r2d2.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-        on_begin=behaviour.begin,
-    )
+    collector = make_collector(config, make_discrete_env, behaviour, on_begin=behaviour.begin)
 
-    log = Log(
+    run = Run(
+        config,
+        run_dir,
+        device,
+        collector=collector,
+        replay=replay,
         evaluation=evaluation,
         policy=RecurrentGreedy(network),
         epsilon=r2d2.evaluation_epsilon,
         losses=("loss",),
         columns=lambda steps: {"epsilon": r2d2.epsilon(steps)},
-        shown=("return_mean", "epsilon", "loss"),
-    )
-    run = Run(
-        config,
-        raw_config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        log=log,
-        state={"network": network, "target": target, "optimizer": optimizer},
+        state={"network": network, "target": target, "optimizer": optimizer, "behaviour": behaviour},
         stores=("recurrent_state",),
     )
     update = make_update(

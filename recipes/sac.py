@@ -30,13 +30,11 @@ if __name__ == "__main__":
     run_recipe("sac")
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -44,12 +42,11 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from recipes.common.cli import parse_config
-from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_continuous_env
 from recipes.common.evaluation import Evaluation
 from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
-from recipes.common.run import Log, Run, prepare
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.sac import Config, SACConfig
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
@@ -167,17 +164,16 @@ def make_update(
     return update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        raw_config: the configuration as read.
+        config: the configuration.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     sac = config.sac
     device = prepare(config, run_dir)
 
@@ -206,30 +202,22 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
-    collector = VectorCollector(
-        [partial(make_continuous_env, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=sac.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-        n_step=sac.n_step,
-        gamma=sac.gamma,
-    )
+    collector = make_collector(config, make_continuous_env, behaviour)
 
     run = Run(
         config,
-        raw_config,
         run_dir,
         device,
         collector=collector,
         replay=replay,
-        log=Log(
-            evaluation=evaluation,
-            policy=deterministic,
-            losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-            shown=("return_mean", "alpha", "loss_qvalue"),
-        ),
-        state={"loss": loss_module, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}},
+        evaluation=evaluation,
+        policy=deterministic,
+        losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
+        state={
+            "loss": loss_module,
+            "behaviour": behaviour,
+            **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
+        },
     )
     update = make_update(
         replay,

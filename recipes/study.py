@@ -46,21 +46,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, parse_config, reason
+from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite, steps_to_reach, was_stopped
-from recipes.common.errors import ConfigError
-from recipes.common.files import code_version, load_config, locked
+from recipes.common.errors import ConfigError, reason
+from recipes.common.files import CHECKPOINT, CONFIG, code_version, load_config, locked
 from recipes.common.report import report
 from recipes.common.schemas.study import Config, StudyConfig
 from recipes.common.study_files import CURVES, KEYS, RUNS, STUDY, key_of, read_rows
@@ -129,9 +129,9 @@ class Pool:
             try:
                 with locked(run_dir):
                     shutil.rmtree(run_dir)
-            except BlockingIOError:
+            except ConfigError as error:
                 # a run that a killed study has left behind
-                run_dir.with_suffix(".log").write_text(f"{run_dir}: another process trains there\n")
+                run_dir.with_suffix(".log").write_text(f"{error}\n")
                 return None
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         # One thread per run: there is one run per core.
@@ -259,18 +259,13 @@ def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
     return has_runs and not (has_rows and any(before[key] != getattr(now, key) for key in JUDGED_BY))
 
 
-def run_study(raw_config: DictConfig, out: Path) -> int:
+def run_study(config: Config, out: Path) -> int:
     """Run all runs of a study that have not finished.
 
     Returns:
         The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
-    config = parse_config(raw_config, Config)
-    with ExitStack() as opened:
-        try:
-            opened.enter_context(locked(out))
-        except BlockingIOError as error:
-            raise ConfigError(f"{out}: another process runs a study there") from error
+    with locked(out):
         return _run_missing(config, out)
 
 

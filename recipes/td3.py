@@ -29,13 +29,11 @@ if __name__ == "__main__":
     run_recipe("td3")
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from omegaconf import DictConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -43,12 +41,11 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
-from recipes.common.cli import parse_config
-from recipes.common.collector import EpsilonRandom, VectorCollector
+from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_continuous_env
 from recipes.common.evaluation import Evaluation
 from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
-from recipes.common.run import Log, Run, prepare
+from recipes.common.run import Run, prepare
 from recipes.common.schemas.td3 import THETA, Config, TD3Config
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
@@ -182,17 +179,16 @@ def make_update(
     return update
 
 
-def train(raw_config: DictConfig, run_dir: Path) -> int:
+def train(config: Config, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
-        raw_config: the configuration as read.
+        config: the configuration.
         run_dir: directory of the run.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
     td3 = config.td3
     device = prepare(config, run_dir)
 
@@ -226,34 +222,23 @@ def train(raw_config: DictConfig, run_dir: Path) -> int:
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
-    collector = VectorCollector(
-        [partial(make_continuous_env, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=td3.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-        n_step=td3.n_step,
-        gamma=td3.gamma,
-    )
+    collector = make_collector(config, make_continuous_env, behaviour)
 
     run = Run(
         config,
-        raw_config,
         run_dir,
         device,
         collector=collector,
         replay=replay,
-        log=Log(
-            evaluation=evaluation,
-            policy=deterministic,
-            losses=("loss_actor", "loss_qvalue"),
-            shown=("return_mean", "loss_actor", "loss_qvalue"),
-        ),
+        evaluation=evaluation,
+        policy=deterministic,
+        losses=("loss_actor", "loss_qvalue"),
         state={
             "loss": loss_module,
             "actor_optimizer": actor_optimizer,
             "critic_optimizer": critic_optimizer,
             "noise": noise,
+            "behaviour": behaviour,
         },
     )
     update = make_update(

@@ -61,16 +61,11 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.common.checked import positive
+
 MEASUREMENTS, ON_GPU = ("extend", "cycle", "updates", "compile", "training"), ("cycle", "updates")
 SMALLEST = 1000  # slots
 INTERRUPTED = 130  # exit code
-
-
-def positive(text: str) -> int:
-    """Parse the value of an option: an integer >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least 1")
-    return int(text)
 
 
 def word(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from recipes.common.files import code_version
+from recipes.common.tables import markdown
 
 LIBRARIES = ("torch", "torchrl", "tensordict", "numba", "numpy", "gymnasium", "cpprb", "stable_baselines3")
 UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only"
@@ -92,14 +93,12 @@ def tables(rows: list[Row]) -> str:
     for row in rows:
         title, column = (text.format(**vars(row)) for text in TABLES[row.measurement])
         found.setdefault(title, {}).setdefault(row.contender, {})[column] = row.cell()
-    lines = []
+    parts = []
     for title, cells in found.items():
         columns = list(dict.fromkeys(column for line in cells.values() for column in line))
-        lines += [f"| {' | '.join([title, *columns])} |", "|---" * (len(columns) + 1) + "|"]
-        for contender, line in cells.items():
-            lines.append(f"| {' | '.join([contender, *(line.get(column, '') for column in columns)])} |")
-        lines.append("")
-    return "\n".join(lines)
+        lines = [(contender, *(line.get(column, "") for column in columns)) for contender, line in cells.items()]
+        parts.append(markdown((title, *columns), lines) + "\n")
+    return "\n".join(parts)
 
 
 def save(rows: list[Row], device: torch.device, directory: Path) -> None:

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from recipes.benchmark.buffers import CPU
 from recipes.benchmark.results import Row
 from recipes.benchmark.timing import in_shares, require_time, skipping
-from recipes.benchmark.updates import OVERRIDES, SCHEMAS, agent, configuration, parse
+from recipes.benchmark.updates import ALGORITHMS, OVERRIDES, agent, configuration
 from recipes.common import run
 from recipes.common.update import total
 
@@ -102,32 +102,22 @@ def torchrl_loop(algorithm: str, clock: Clock) -> None:
     elif algorithm == "td3":
         modules.append(AdditiveGaussianModule(env.action_spec, sigma_init=0.1, sigma_end=0.1))
 
-    def adam(parameters: Any) -> Callable[[Tensor], None]:
-        rate = settings.learning_rate if algorithm == "dqn" else settings.actor_learning_rate
-        optimizer = torch.optim.Adam(list(parameters), lr=rate)
+    rate = settings.learning_rate if algorithm == "dqn" else settings.actor_learning_rate
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=rate)  # steps only parameters with gradients
 
-        def step(loss: Tensor) -> None:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        return step
-
-    if algorithm == "td3":
-        actor_step = adam(loss_module.actor_network_params.values(True, True))
-        critic_step = adam(loss_module.qvalue_network_params.values(True, True))
-    else:
-        actor_step = critic_step = adam(loss_module.parameters())
+    def step(loss: Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def update(batch: TensorDictBase, number: int) -> None:
         if algorithm == "td3":
-            critic_step(loss_module.value_loss(batch)[0])
+            step(loss_module.value_loss(batch)[0])
             if number % settings.policy_delay == 0:
-                actor_step(loss_module.actor_loss(batch)[0])
+                step(loss_module.actor_loss(batch)[0])
                 target.step()
         else:
-            losses = loss_module(batch)
-            critic_step(total(losses))
+            step(total(loss_module(batch)))
             if algorithm == "sac" or number * settings.train_interval % settings.target_update_interval == 0:
                 target.step()
 
@@ -149,7 +139,7 @@ def torchrl_loop(algorithm: str, clock: Clock) -> None:
 
 def stable_baselines3_loop(algorithm: str, clock: Clock) -> None:
     """The algorithm of stable-baselines3, which has uniform replay only."""
-    library, settings = import_module("stable_baselines3"), parse(algorithm)
+    library, settings = import_module("stable_baselines3"), configuration(algorithm).learning
     if algorithm == "dqn":
         options = {"target_update_interval": settings.target_update_interval, "learning_rate": settings.learning_rate}
         options |= {"exploration_initial_eps": 0.1, "exploration_final_eps": 0.1}
@@ -186,9 +176,9 @@ def measure_training(names: list[str], options: Namespace) -> list[Row]:
     """
     rows: list[Row] = []
     for algorithm in in_shares(OVERRIDES):
-        settings = configuration(algorithm)[algorithm]
+        settings = configuration(algorithm).learning
         for name in tqdm(names, desc=f"training, {algorithm}", leave=False):
-            if algorithm not in SCHEMAS and "recipe" not in name:
+            if algorithm not in ALGORITHMS and "recipe" not in name:
                 continue  # no peer has ACER
             with skipping(f"{name} (training, {algorithm})"):
                 require_time()

@@ -7,12 +7,9 @@ same run with the same transitions.
 """
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.modules import QValueActor
@@ -34,16 +31,14 @@ from recipes.benchmark.buffers import (
 from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row
 from recipes.benchmark.timing import Case, in_shares, measure, skipping
-from recipes.common.cli import parse_config
+from recipes.common.cli import parse_config, schema_of
+from recipes.common.hints import compose_config
 from recipes.common.networks import make_network
 from recipes.common.optimizers import make_optimizer
-from recipes.common.schemas.dqn import Config as DQNRun
-from recipes.common.schemas.sac import Config as SACRun
-from recipes.common.schemas.td3 import Config as TD3Run
 from recipes.common.update import Update
 from torchrl_replay_ext import compile_step
 
-SCHEMAS = {"dqn": DQNRun, "td3": TD3Run, "sac": SACRun}
+ALGORITHMS = ("dqn", "td3", "sac")
 # DQN's batch is that of most papers on larger tasks; the recipe's CartPole has 64
 OVERRIDES = {
     "dqn": "env=cartpole dqn.buffer_size=10000 dqn.batch_size=128 dqn.hidden_sizes=[120,84] dqn.train_interval=10 "
@@ -63,20 +58,15 @@ def contenders(device: torch.device) -> list[tuple[str, str, str]]:
     return [(UNIFORM_ONLY, "TorchRL uniform", EAGER), (PER_ONLY, "TorchRL PER", EAGER), *whole]
 
 
-def configuration(algorithm: str, *overrides: str) -> DictConfig:
+def configuration(algorithm: str, *overrides: str) -> Any:
     """The configuration of a recipe."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(Path(__file__).parents[1] / "conf")):
-        return compose(algorithm, overrides=[*OVERRIDES[algorithm].split(), *overrides])
-
-
-def parse(algorithm: str) -> Any:
-    """The hyperparameters of a recipe."""
-    return parse_config(configuration(algorithm), SCHEMAS[algorithm]).learning
+    words = [*OVERRIDES[algorithm].split(), *overrides]
+    return parse_config(compose_config(algorithm, words), schema_of(algorithm))
 
 
 def agent(algorithm: str, device: torch.device) -> tuple[Any, Any, Any, Any]:
     """The hyperparameters of a recipe, its policy, its loss and the update of its target networks."""
-    settings, observed, actions = parse(algorithm), OBSERVED[algorithm], ACTIONS[algorithm]
+    settings, observed, actions = configuration(algorithm).learning, OBSERVED[algorithm], ACTIONS[algorithm]
     if algorithm == "dqn":
         network = make_network((observed,), actions, settings.hidden_sizes, device=device)
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
@@ -114,7 +104,7 @@ def experience(algorithm: str, count: int) -> TensorDict:
 
 def make_case(label: str, name: str, mode: str, algorithm: str, data: TensorDict) -> Case:
     """The whole update of a recipe with a sampler; for "cycle only", the cycle of TorchRL's sampler."""
-    device, size = data["observation"].device, parse(algorithm).batch_size
+    device, size = data["observation"].device, configuration(algorithm).learning.batch_size
     row = Row(
         "updates",
         algorithm.upper(),
@@ -136,7 +126,7 @@ def make_case(label: str, name: str, mode: str, algorithm: str, data: TensorDict
 def measure_updates(chosen: list[str], options: Namespace) -> list[Row]:
     """Measure the updates at the largest capacity. `chosen`: see names."""
     rows, device = [], options.device
-    for algorithm in in_shares(SCHEMAS):
+    for algorithm in in_shares(ALGORITHMS):
         cases: list[Case] = []
         with skipping(f"updates, {algorithm}"):
             data = experience(algorithm, max(options.capacities)).to(device)

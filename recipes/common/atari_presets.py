@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from recipes.common.checked import Checked
+from recipes.common.checked import Checked, within
 from recipes.common.files import CONF
 
 # game in lower case with underscores -> score of random actions, score of humans; None: unknown
@@ -44,21 +44,16 @@ class AtariConfig(Checked):
 
     prefix = "env.atari."
 
-    num_frames: int = 4
-    frame_skip: int = 4
-    screen_size: int = 84
-    noop_max: int = 30
+    num_frames: int = within(">= 1", default=4)
+    frame_skip: int = within(">= 1", default=4)
+    screen_size: int = within(">= 1", default=84)
+    noop_max: int = within(">= 0", default=30)
     fire: bool = True
     life_loss: bool = True
     clip_rewards: bool = True
     max_frames: int = 108_000
-    repeat_action_probability: float = 0.0
+    repeat_action_probability: float = within("[0, 1]", default=0.0)
     full_action_space: bool = False
-
-    def __post_init__(self) -> None:
-        self.check("num_frames frame_skip screen_size", lambda value: value >= 1, "must be >= 1")
-        self.check("noop_max", lambda value: value >= 0, "must be >= 0")
-        self.check("repeat_action_probability", lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
 def preset(game: str) -> dict[str, Any]:

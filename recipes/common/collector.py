@@ -2,14 +2,16 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Discrete
 from tensordict import TensorDict
 
+from recipes.common.config import RunConfig
 from recipes.common.n_step import NStep
 from recipes.common.replayable_env import ReplayableEnv
 
@@ -32,17 +34,12 @@ class EpsilonRandom:
         policy: maps observations [envs, ...] to actions, [envs] if they are discrete, else [envs, size].
         action_space: action space of one environment, discrete or bounded.
         seed: seed of the random actions.
-
-    Raises:
-        TypeError: if the action space is neither Discrete nor Box.
     """
 
     def __init__(self, policy: Callable[[np.ndarray], np.ndarray], action_space: gymnasium.Space, *, seed: int):
         self.epsilon = 1.0
-        if not isinstance(action_space, (Discrete, Box)):
-            raise TypeError(f"EpsilonRandom(action_space={action_space}): must be Discrete or Box.")
         self._policy = policy
-        self._space = action_space
+        self._space: Any = action_space
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
@@ -69,20 +66,8 @@ class EpsilonRandom:
         self._rng.bit_generator.state = state["rng"]
 
 
-class Behaviour(Protocol):
-    """A policy that collects, with its random state."""
-
-    def __call__(self, observations: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-        """The actions for ``observations``, or a dict of "action" and further entries to store."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random state."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        ...
+# Maps observations [envs, ...] to the actions, or to a dict of "action" and further entries to store, each [envs, ...].
+Behaviour = Callable[[np.ndarray], np.ndarray | dict[str, np.ndarray]]
 
 
 class VectorCollector:
@@ -94,8 +79,7 @@ class VectorCollector:
 
     Args:
         envs: functions that make the environments.
-        behaviour: maps observations [envs, ...] to actions [envs, ...], or to a dict of "action" and further entries to
-            store, each [envs, ...]. ``state_dict`` holds its random state.
+        behaviour: the policy, see Behaviour. A checkpoint must save its random state separately.
         frames_per_batch: transitions per batch, a multiple of the number of environments.
         seed: seed of the environments, see :func:`environment_seed`.
         flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
@@ -105,9 +89,6 @@ class VectorCollector:
         gamma: discount factor of n-step transitions. Default: 1.
         on_begin: called with the indices of environments that begin a new episode, before the behaviour acts there.
             Default: None.
-
-    Raises:
-        ValueError: if ``frames_per_batch`` is not a multiple of the number of environments.
     """
 
     def __init__(
@@ -122,8 +103,6 @@ class VectorCollector:
         gamma: float = 1.0,
         on_begin: Callable[[Sequence[int] | np.ndarray], None] | None = None,
     ):
-        if frames_per_batch % len(envs):
-            raise ValueError(f"frames_per_batch={frames_per_batch}: must be a multiple of the {len(envs)} environments")
         self._envs = [ReplayableEnv(make(), environment_seed(seed, number)) for number, make in enumerate(envs)]
         self._behaviour = behaviour
         self._on_begin = on_begin
@@ -233,7 +212,6 @@ class VectorCollector:
             "trajectory": self._trajectory.tolist(),
             "return": self._return.tolist(),
             "returns": list(self.returns),
-            "behaviour": self._behaviour.state_dict(),
             "envs": [env.state_dict() for env in self._envs],
             **({} if self._n_step is None else {"n_step": self._n_step.state_dict()}),
         }
@@ -244,7 +222,6 @@ class VectorCollector:
         self._trajectory = np.array(state["trajectory"])
         self._return = np.array(state["return"])
         self.returns = deque(state["returns"], maxlen=_RECENT)
-        self._behaviour.load_state_dict(state["behaviour"])
         whole = [env.load_state_dict(saved) for env, saved in zip(self._envs, state["envs"], strict=True)]
         self._observation = self._stack([env.observation for env in self._envs])
         self._lost = [number for number, there in enumerate(whole) if not there]
@@ -257,6 +234,32 @@ class VectorCollector:
         """Close the environments."""
         for env in self._envs:
             env.env.close()
+
+
+def make_collector(
+    config: RunConfig,
+    make: Callable[..., gymnasium.Env],
+    behaviour: Behaviour,
+    on_begin: Callable[[Sequence[int] | np.ndarray], None] | None = None,
+) -> VectorCollector:
+    """The collector of a run. Batches stay on the CPU, where environments run, until they are written to the buffer.
+
+    Args:
+        config: the run's configuration.
+        make: makes an environment from its configuration, see recipes.common.environment.
+        behaviour: see :class:`VectorCollector`.
+        on_begin: see :class:`VectorCollector`. Default: None.
+    """
+    return VectorCollector(
+        [partial(make, config.env, training=True)] * config.num_envs,
+        behaviour,
+        frames_per_batch=config.learning.train_interval,
+        seed=config.seed,
+        flags=config.env.flags,
+        n_step=config.learning.n_step,
+        gamma=config.learning.gamma,
+        on_begin=on_begin,
+    )
 
 
 def _observed(observations: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from omegaconf import MISSING, OmegaConf
 
 from recipes.common.atari_presets import AtariConfig
-from recipes.common.checked import Checked
+from recipes.common.checked import Checked, one_of, within
+from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import CONF
 
 # LAP (sampler=lap) needs the Huber loss.
@@ -27,17 +28,6 @@ PLAIN = ("uniform", "per", "rank", "reaper", "recency")
 # EVENT_TABLES: samplers with event tables. DECOUPLED: samplers that draw a separate batch for the actor.
 EVENT_TABLES = ("sset", "sset_per")
 DECOUPLED = ("dper", "dper_uniform")
-
-# TorchRL's loggers
-BACKENDS = ("tensorboard", "wandb", "mlflow", "trackio", "csv")
-
-MOST_THREADS = 1024
-
-# How losses average their weighted rows, see recipes.common.update.weight_factor.
-WEIGHTS = ("normalized", "mean")
-
-# Event conditions defined in recipes.common.events.
-EVENT_FUNCTIONS = ("land_between_flags", "land_near_middle")
 
 
 def ends(key: str, value: Any) -> tuple[float, float]:
@@ -63,16 +53,15 @@ class EventConfig(Checked):
 
     prefix = "env.events.<name>."
 
-    history: int = MISSING
+    history: int = within(">= 1")
     eta: Any = MISSING
     above: float | None = None
-    function: str | None = None
+    function: str | None = one_of("land_between_flags", "land_near_middle", default=None)
 
     def __post_init__(self) -> None:
-        self.check("history", lambda value: value >= 1, "must be >= 1")
-        self.check("eta", lambda value: all(0 <= end <= 1 for end in ends("eta", value)), "must be in [0, 1]")
-        self.choose("function", (None, *EVENT_FUNCTIONS))
-        self.check("function", lambda value: None in (value, self.above), "needs above=null")
+        super().__post_init__()
+        self.require("eta", all(0 <= end <= 1 for end in ends("eta", self.eta)), "must be in [0, 1]")
+        self.require("function", None in (self.function, self.above), "needs above=null")
 
     @property
     def largest_eta(self) -> float:
@@ -121,11 +110,12 @@ class EnvConfig(Checked):
     atari: AtariConfig | None = None
     random_score: float | None = None
     human_score: float | None = None
-    truncation: str = "bootstrap"
+    truncation: str = one_of("bootstrap", "terminal", default="bootstrap")
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     return_by: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = [*self.evaluations, *(value for values in self.return_by.values() for value in values)]
         for name in names:
             if not name.isidentifier() or name == "mean" or names.count(name) > 1:
@@ -133,7 +123,6 @@ class EnvConfig(Checked):
                     f"env.evaluations, env.return_by: {name} must be an identifier other than mean, and occur once: it "
                     f"names the column return_{name}"
                 )
-        self.choose("truncation", ("bootstrap", "terminal"))
         scores = self.random_score, self.human_score
         if scores != (None, None) and (None in scores or scores[0] == scores[1]):
             raise ValueError(
@@ -156,21 +145,16 @@ class EnvConfig(Checked):
 
 
 @dataclass
-class LoggerConfig(Checked):
+class LoggerConfig:
     """Logging of a run, see recipes.common.progress.Progress.
 
     Args:
         csv: whether to write progress.csv.
-        backend: a TorchRL logger, one of BACKENDS; None: no logger.
+        backend: a TorchRL logger, such as "tensorboard"; None: no logger.
     """
-
-    prefix = "logger."
 
     csv: bool = MISSING
     backend: str | None = MISSING
-
-    def __post_init__(self) -> None:
-        self.choose("backend", (None, *BACKENDS))
 
 
 @dataclass
@@ -182,31 +166,24 @@ class LearningConfig(Checked, ABC):
 
     n_step = 1  # not a field: most recipes let the user choose it, see FixedRoundsConfig
 
-    total_steps: int = MISSING
-    buffer_size: int = MISSING
-    batch_size: int = MISSING
+    total_steps: int = within("> 0")
+    buffer_size: int = within("> 0")
+    batch_size: int = within("> 0")
     learning_starts: int = MISSING
-    train_interval: int = MISSING
-    num_evaluations: int = MISSING
-    evaluation_episodes: int = MISSING
-    gamma: float = MISSING
+    train_interval: int = within("> 0")
+    num_evaluations: int = within("> 0")
+    evaluation_episodes: int = within("> 0")
+    gamma: float = within("[0, 1]")
     hidden_sizes: list[int] = MISSING
 
     def __post_init__(self) -> None:
-        self.check(
-            "total_steps buffer_size batch_size train_interval num_evaluations evaluation_episodes",
-            lambda value: value > 0,
-            "must be > 0",
-        )
-        self.check(
-            "batch_size train_interval",
-            lambda value: value <= self.buffer_size,
-            f"must be <= {self.prefix}buffer_size={self.buffer_size}",
-        )
-        self.check("gamma", lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        total = f"{self.prefix}total_steps"
-        self.check("learning_starts", lambda value: 0 <= value < self.total_steps, f"must be in [0, {total})")
-        self.check("hidden_sizes", lambda sizes: all(size > 0 for size in sizes), "must be > 0")
+        super().__post_init__()
+        for key in ("batch_size", "train_interval"):
+            fits = getattr(self, key) <= self.buffer_size
+            self.require(key, fits, f"must be <= {self.prefix}buffer_size={self.buffer_size}")
+        early = 0 <= self.learning_starts < self.total_steps
+        self.require("hidden_sizes", all(size > 0 for size in self.hidden_sizes), "must be > 0")
+        self.require("learning_starts", early, f"must be in [0, {self.prefix}total_steps)")
 
     def num_rounds(self) -> int:
         """Number of rounds of updates in a whole run."""
@@ -225,12 +202,8 @@ class LearningConfig(Checked, ABC):
 class FixedRoundsConfig(LearningConfig):
     """Hyperparameters of recipes with a fixed number of updates per round, `gradient_steps`."""
 
-    gradient_steps: int = MISSING
-    n_step: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("gradient_steps n_step", lambda value: value > 0, "must be > 0")
+    gradient_steps: int = within("> 0")
+    n_step: int = within("> 0", default=1)
 
     def num_updates(self) -> int:
         """Number of gradient updates in a whole run."""
@@ -238,60 +211,58 @@ class FixedRoundsConfig(LearningConfig):
 
 
 @dataclass
-class RunConfig(Checked, ABC):
+class RunConfig(Checked):
     """The options of conf/run.yaml, which all recipes share; the comments there explain them."""
 
+    group: ClassVar[str]  # of the recipe's hyperparameters
     samplers: ClassVar[tuple[str, ...]] = (*PLAIN, *EVENT_TABLES)  # the values of sampler.name
 
     env: EnvConfig = MISSING
     sampler: dict[str, Any] = MISSING
     logger: LoggerConfig = MISSING
-    seed: int = MISSING
+    seed: int = within("[0, 2147483648)")
     device: str = MISSING
-    num_threads: int = MISSING
-    num_envs: int = MISSING
+    num_threads: int = within("[1, 1024]")
+    num_envs: int = within(">= 1")
     compile: bool = MISSING
     cudagraphs: bool = MISSING
     stop_at_threshold: bool = MISSING
     video: bool = False
-    checkpoint_interval: int | None = MISSING
+    checkpoint_interval: int | None = within(">= 1")
     resume: str | None = None
 
     @property
-    @abstractmethod
-    def learning(self) -> LearningConfig:
-        """The recipe's hyperparameters."""
+    def learning(self) -> Any:
+        """The recipe's hyperparameters, a LearningConfig."""
+        return getattr(self, self.group)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         learning = self.learning
         if self.checkpoint_interval is None:
             self.checkpoint_interval = max(10_000, learning.total_steps // 50)
-        self.check("num_threads num_envs checkpoint_interval", lambda value: value >= 1, "must be >= 1")
-        self.check("num_threads", lambda value: value <= MOST_THREADS, f"must be <= {MOST_THREADS}")
-        self.check("seed", lambda value: 0 <= value < 2**31, "must be in [0, 2^31)")
-        devices = "choose auto, cpu, cuda, cuda:1 ..., mps or xpu"
-        self.check("device", lambda value: re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", value) is not None, devices)
-        self.check("cudagraphs", lambda value: self.compile or not value, "needs compile=true")
-        self.check_divides("num_envs", "train_interval")
+        known = re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", self.device) is not None
+        self.require("device", known, "choose auto, cpu, cuda, cuda:1 ..., mps or xpu")
+        self.require("cudagraphs", self.compile or not self.cudagraphs, "needs compile=true")
+        self.require_divides("num_envs", "train_interval")
         self._check_sampler()
-        learning.check(
-            "n_step",
-            lambda value: value == 1 or value * self.num_envs < learning.total_steps,
-            f"num_envs · n_step must be < {learning.prefix}total_steps={learning.total_steps}",
-        )
+        total = learning.total_steps
+        few = learning.n_step == 1 or learning.n_step * self.num_envs < total
+        learning.require("n_step", few, f"num_envs · n_step must be < {learning.prefix}total_steps={total}")
 
     def _check_sampler(self) -> None:
         """Check the name of the sampler, or that of the critic's sampler (sampler=dper), and what it needs."""
         learning, name = self.learning, self.sampler.get("name")
         if name not in self.samplers:
-            raise ValueError(f"sampler={name}: choose {', '.join(self.samplers)}")
+            hint = did_you_mean(str(name), self.samplers)
+            raise ConfigError(f"sampler={name}: choose {', '.join(self.samplers)}{hint}")
         if name in DECOUPLED:
             critic = self.sampler.get("critic")
             names = [each for each in self.samplers if each not in DECOUPLED]
             name = critic.get("name") if isinstance(critic, dict) else None
             if name not in names:
-                where = f"sampler.critic={critic}: must be a group, as in {{name: per}}; its name"
-                raise ValueError(f"{where}={name}: choose {', '.join(names)}")
+                where = f"sampler.critic={critic}: must be a group, as in {{name: per}}; its name={name}"
+                raise ConfigError(f"{where}: choose {', '.join(names)}{did_you_mean(str(name), names)}")
             preset = OmegaConf.load(CONF / "sampler" / f"{name}.yaml")
             self.sampler["critic"] = OmegaConf.to_object(OmegaConf.merge(preset, critic))
         if name == "lap" and getattr(learning, "loss_function", None) != "smooth_l1":
@@ -303,33 +274,27 @@ class RunConfig(Checked, ABC):
                 f"sampler={name}: env={self.env.name} has no events; define some, as in conf/env/threerooms.yaml"
             )
         others = [event for event in self.env.events if event not in self.env.flags]
-        learning.check(
+        learning.require(
             "n_step",
-            lambda value: value == 1 or not others,
+            learning.n_step == 1 or not others,
             f"{', '.join(others)} of env.events depends on the reward or observation of one step; use events that the "
             "environment signals, or n_step=1",
         )
 
-    def check_divides(self, key: str, multiple: str) -> None:
-        """Raise ValueError unless the value of `key` divides the hyperparameter `multiple`."""
+    def require_divides(self, key: str, multiple: str) -> None:
+        """Raise ConfigError unless the value of `key` divides the hyperparameter `multiple`."""
         value = getattr(self.learning, multiple)
-        self.check(key, lambda divisor: value % divisor == 0, f"must divide {self.learning.prefix}{multiple}={value}")
+        divides = value % getattr(self, key) == 0
+        self.require(key, divides, f"must divide {self.learning.prefix}{multiple}={value}")
 
 
 @dataclass
 class FixedRoundsRunConfig(RunConfig):
     """The options of recipes whose rounds of updates become graphs of `updates_per_graph` updates each."""
 
-    updates_per_graph: int = MISSING
-    weights: str = MISSING
-
-    @property
-    @abstractmethod
-    def learning(self) -> FixedRoundsConfig:
-        """The recipe's hyperparameters."""
+    updates_per_graph: int = within(">= 1")
+    weights: str = one_of("normalized", "mean")  # see recipes.common.update.weight_factor
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("updates_per_graph", lambda value: value >= 1, "must be >= 1")
-        self.choose("weights", WEIGHTS)
-        self.check_divides("updates_per_graph", "gradient_steps")
+        self.require_divides("updates_per_graph", "gradient_steps")

@@ -1,6 +1,6 @@
 """Learning curves: reads the evaluations of runs, and draws them. Does not import torch."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
 
-from recipes.common.cli import CONFIG
 from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
 from recipes.common.errors import ConfigError
 from recipes.common.figures import (
@@ -28,7 +27,7 @@ from recipes.common.figures import (
     styled,
     threshold_line,
 )
-from recipes.common.files import load_config
+from recipes.common.files import CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
 
 RETURN = "return_mean"
@@ -143,7 +142,7 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
         seed=config.seed,
         threshold=config.env.reward_threshold,
         steps=np.array([int(row["env_steps"]) for row in rows]),
-        values={column: np.array([float(row[column]) for row in rows]) for column in {RETURN, *columns}},
+        values=values_of(rows, {RETURN, *columns}),
         stopped=was_stopped(config, rows),
     )
 
@@ -152,7 +151,7 @@ def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str]
     """Read the evaluations of many runs from a CSV; it has no thresholds.
 
     Args:
-        path: a CSV with a row per evaluation.
+        path: a CSV with a row per evaluation. Of rows with the same step of a run, the last one counts.
         columns: columns of values to read. Default: the mean return.
         by: columns that name the group of a run. Default: the sampler.
 
@@ -160,24 +159,22 @@ def read_table(path: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str]
         ConfigError: if the file has no rows or lacks a column.
     """
     names = [name.removesuffix(".name") for name in by]
-    rows = read_csv(path, (*KEYS, *names, *columns))
-    if not rows:
-        raise ConfigError(f"{path}: no rows")
-    curves: dict[tuple[str, str, int], list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
+    runs: dict[tuple[str, str, int], dict[int, dict[str, str]]] = defaultdict(dict)
+    for row in read_csv(path, (*KEYS, *names, *columns)):
         group = group_name({key: row[name] for key, name in zip(by, names, strict=True)})
-        curves[row["env"], group, int(row["seed"])].append(row)
+        runs[row["env"], group, int(row["seed"])][int(row["env_steps"])] = row
+    if not runs:
+        raise ConfigError(f"{path}: no rows")
     return [
-        Curve(
-            env=env,
-            group=group,
-            seed=seed,
-            threshold=None,
-            steps=np.array([int(row["env_steps"]) for row in curve]),
-            values={column: np.array([float(row[column]) for row in curve]) for column in columns},
-        )
-        for (env, group, seed), curve in curves.items()
+        Curve(env, group, seed, None, np.array([*rows]), values_of(rows.values(), columns))
+        for (env, group, seed), rows in runs.items()
     ]
+
+
+def values_of(rows: Iterable[Mapping[str, str]], columns: Iterable[str]) -> dict[str, np.ndarray]:
+    """The numbers in columns of a CSV."""
+    rows = list(rows)
+    return {column: np.array([float(row[column]) for row in rows]) for column in columns}
 
 
 def group_name(values: Mapping[str, object]) -> str:
@@ -212,28 +209,6 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
             threshold_line(axes, first.threshold, entries, len(by_env) > 1)
     explain(figure, entries, curve_note([group for groups in by_env.values() for group in groups.values()], window))
     return figure
-
-
-def remarks(runs: Sequence[Curve]) -> list[str]:
-    """Remarks on the lines of a figure: early ends, and runs with the same seed."""
-    groups: dict[tuple[str, str], list[Curve]] = defaultdict(list)
-    for run in runs:
-        groups[run.env, run.group].append(run)
-    found = []
-    for (env, group), members in groups.items():
-        ends = [int(run.steps[-1]) for run in members]
-        # see draw_curves: a line ends with the first of its runs that was not stopped at its threshold
-        others = [end for run, end in zip(members, ends, strict=True) if not run.stopped]
-        if others and min(others) < max(ends):
-            found.append(
-                f"{env}, {group}: the line ends at step {min(others)}, the end of its shortest run; the longest has "
-                f"{max(ends)}"
-            )
-        repeated = sorted(seed for seed, count in Counter(run.seed for run in members).items() if count > 1)
-        if repeated:
-            seeds = ", ".join(map(str, repeated))
-            found.append(f"{env}, {group}: several runs have seed {seeds}; they count as runs of different seeds")
-    return found
 
 
 def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from gymnasium.wrappers import ClipAction, RescaleAction, TransformAction
+from gymnasium.wrappers import RescaleAction, TransformAction
 
 from recipes.common.config import EnvConfig
 from recipes.common.errors import ConfigError
@@ -15,72 +15,44 @@ from recipes.envs.atari import make_atari
 from recipes.envs.minatar_games import MinAtar
 
 
-def make_discrete_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Make an environment with discrete actions 0 ... n - 1 and vector observations, or a game of Atari or MinAtar.
+def make_env(
+    config: EnvConfig, *, training: bool = False, actions: tuple[type[gymnasium.Space], ...] = (Discrete, Box)
+) -> gymnasium.Env:
+    """Make an environment with vector observations, or a game of Atari or MinAtar.
+
+    Discrete actions are 0 ... n - 1. Continuous ones are rescaled and clipped to [-1, 1], so that the entropy of
+    policies is comparable between environments.
 
     Args:
         config: the environment.
         training: make a training environment, with the options in `config.training` and, for Atari games, as make_atari
             says. Default: False.
+        actions: allowed kinds of actions. Default: both.
 
     Raises:
         ConfigError: if the environment cannot be made with this id and these options, if its spaces do not match, or
             if it does not signal a configured event.
     """
-    return _as_discrete(_make(config, training=training), config)
-
-
-def _as_discrete(env: gymnasium.Env, config: EnvConfig) -> gymnasium.Env:
-    if not isinstance(env.action_space, Discrete) or not (config.atari or _observes_vectors(env) or _is_minatar(env)):
-        raise ConfigError(
-            f"env.id={config.id}: this recipe needs discrete actions and vector observations; "
-            "for continuous actions use recipes.sac, recipes.td3 or recipes.acer"
-        )
-    first = int(env.action_space.start)
-    # the outputs of the networks are numbered from 0
-    return TransformAction(env, partial(add, first), Discrete(env.action_space.n)) if first else env
-
-
-def make_continuous_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Make an environment with vector observations and action vectors in [-1, 1].
-
-    Other action ranges are rescaled to [-1, 1], so that the entropy of policies is comparable between environments.
-
-    Args:
-        config: the environment.
-        training: see make_discrete_env. Default: False.
-
-    Raises:
-        ConfigError: see make_discrete_env.
-    """
-    return _as_continuous(_make(config, training=training), config)
-
-
-def _as_continuous(env: gymnasium.Env, config: EnvConfig) -> gymnasium.Env:
-    actions = env.action_space
-    if not (isinstance(actions, Box) and len(actions.shape) == 1 and actions.is_bounded() and _observes_vectors(env)):
-        raise ConfigError(
-            f"env.id={config.id}: this recipe needs bounded continuous actions and vector observations; "
-            "for discrete actions use recipes.dqn or recipes.acer"
-        )
-    one = np.ones(actions.shape, dtype=np.float32)
-    return RescaleAction(env, -one, one)
-
-
-def make_env(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
-    """Make an environment with discrete or continuous actions. Continuous actions are clipped to [-1, 1].
-
-    Args:
-        config: the environment.
-        training: see make_discrete_env. Default: False.
-
-    Raises:
-        ConfigError: see make_discrete_env.
-    """
     env = _make(config, training=training)
-    if isinstance(env.action_space, Discrete):
-        return _as_discrete(env, config)
-    return ClipAction(_as_continuous(env, config))
+    space, vectors = env.action_space, len(env.observation_space.shape or ()) == 1
+    games = config.atari is not None or isinstance(env.unwrapped, MinAtar)
+    if isinstance(space, Discrete) and Discrete in actions and (vectors or games):
+        first = int(space.start)
+        # the outputs of the networks are numbered from 0
+        return TransformAction(env, partial(add, first), Discrete(space.n)) if first else env
+    if isinstance(space, Box) and Box in actions and len(space.shape) == 1 and space.is_bounded() and vectors:
+        one = np.ones(space.shape, dtype=np.float32)
+        env = RescaleAction(env, -one, one)
+        return TransformAction(env, partial(np.clip, a_min=-one, a_max=one), env.action_space)
+    needed = " or ".join({Discrete: "discrete", Box: "bounded continuous"}[kind] for kind in actions)
+    raise ConfigError(
+        f"env.id={config.id}: this recipe needs {needed} actions and vector observations; use recipes.dqn for discrete "
+        "actions, recipes.sac or recipes.td3 for continuous ones, or recipes.acer"
+    )
+
+
+make_discrete_env = partial(make_env, actions=(Discrete,))
+make_continuous_env = partial(make_env, actions=(Box,))
 
 
 class FreshWorld(gymnasium.Wrapper):
@@ -133,11 +105,3 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
                 f"{', '.join(found) or 'none'}"
             )
     return env
-
-
-def _is_minatar(env: gymnasium.Env) -> bool:
-    return isinstance(env.unwrapped, MinAtar)
-
-
-def _observes_vectors(env: gymnasium.Env) -> bool:
-    return len(env.observation_space.shape or ()) == 1

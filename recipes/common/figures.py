@@ -5,10 +5,9 @@ Each sampler has one colour and one marker in all figures; figures.yaml lists th
 colour-blind readers.
 """
 
-import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -121,20 +120,11 @@ def explain(figure: FigureBase, entries: Mapping[str, Artist | tuple[Artist, ...
         list(entries.values()),  # pyright: ignore[reportArgumentType]: tuples of artists are allowed
         list(entries),
         loc="outside lower center",
-        ncols=next((count for count in range(len(entries), 1, -1) if _width(list(entries), count) < WIDTH), 1),
+        ncols=min(len(entries), max(1, int(WIDTH / (HANDLE + CHARACTER * max(map(len, entries)))))),
         title="\n".join(textwrap.wrap(note, NOTE_WIDTH)),
         columnspacing=1.6,
         borderaxespad=0.2,
     )
-
-
-def _width(texts: Sequence[str], count: int) -> float:
-    """About the width in inches of a legend with `count` columns; inf if a column would be empty."""
-    rows = -(-len(texts) // count)
-    columns = [texts[start : start + rows] for start in range(0, len(texts), rows)]
-    if len(columns) < count:
-        return math.inf
-    return sum(HANDLE + CHARACTER * max(map(len, column)) for column in columns)
 
 
 def sample_line(look: Look, **keywords: Any) -> Line2D:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from recipes.common.errors import ConfigError
+from recipes.common.errors import ConfigError, reason
 
 CONF = Path(__file__).parents[1] / "conf"
 CONFIG, CHECKPOINT = "config.yaml", "checkpoint.zip"  # file names in a run directory
@@ -56,11 +56,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory against other processes. Does nothing where the system or its files have no such locks.
+    """Make a directory and lock it against other processes, where the system and its files have such locks.
 
     Raises:
-        BlockingIOError: if another process has locked it.
+        ConfigError: if it cannot be made, or if another process has locked it.
     """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {reason(error)}") from error
     if fcntl is None:
         yield
         return
@@ -68,8 +72,8 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
+        except BlockingIOError as error:
+            raise ConfigError(f"{directory}: another process runs there") from error
         except OSError:  # some network file systems
             pass
         yield

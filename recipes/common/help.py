@@ -14,10 +14,10 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
 from omegaconf import OmegaConf
 
 from recipes.common.atari_presets import GAMES, AtariConfig
+from recipes.common.checked import flow
 from recipes.common.config import RECIPES, EventConfig
 from recipes.common.files import CONF
 from recipes.common.hints import choices_of, compose_config, environments
@@ -72,12 +72,12 @@ def _rows(group: str, choice: str, node: Any, type_: Any) -> Iterator[Row]:
     if group == "env":
         yield from _fields(EventConfig, "+env.events.<name>.", vars(EventConfig(1, 0.0)))
     if group == "sampler":
-        from recipes.common.replay import CLASSES  # imported late: it imports torch
+        from recipes.common.replay import SAMPLERS  # imported late: it imports torch
 
-        texts, parameters = _texts(CLASSES[node.name]), inspect.signature(CLASSES[node.name]).parameters
+        texts, parameters = _texts(SAMPLERS[node.name]), inspect.signature(SAMPLERS[node.name]).parameters
         values = {key: item.default for key, item in parameters.items() if key not in node}
         simple = {key: value for key, value in values.items() if value is None or isinstance(value, str | int | float)}
-        yield from _fields(CLASSES[node.name], "+sampler.", {key: simple[key] for key in simple if key in texts})
+        yield from _fields(SAMPLERS[node.name], "+sampler.", {key: simple[key] for key in simple if key in texts})
 
 
 def _fields(type_: Any, prefix: str, values: dict[str, Any]) -> Iterator[Row]:
@@ -106,10 +106,7 @@ def _docstring(recipe: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value as it is written on the command line."""
-    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return flow(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
 
 
 def _table(rows: Sequence[Row] | Iterator[Row]) -> list[str]:

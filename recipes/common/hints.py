@@ -1,8 +1,7 @@
 """Composes configurations, and explains why Hydra refuses a command line, with names similar to a misspelt one."""
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -12,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipes.common.atari_presets import GAMES
 from recipes.common.config import RECIPES
+from recipes.common.errors import closest, did_you_mean
 from recipes.common.files import CONF
 
 
@@ -37,28 +37,6 @@ def choices_of(group: str) -> list[str]:
 def environments(recipe: str) -> list[str]:
     """The environments for which a recipe has settings; "atari" stands for all games."""
     return [name for name in choices_of(RECIPES[recipe]) if name in (*choices_of("env"), "atari")]
-
-
-def closest(word: str, names: Iterable[str]) -> list[str]:
-    """At most three names similar to `word`, the most similar first, and names that it abbreviates."""
-    by_lower = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower(), by_lower)
-    # abbreviations, such as lr for learning_rate or critic_learning_rate
-    initials = {name: "".join(part[:1] for part in name.split("_")) for name in by_lower}
-    found += [name for name, letters in initials.items() if len(word) > 1 and letters.endswith(word.lower())]
-    return [by_lower[name] for name in dict.fromkeys(found)]
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of an error message that suggests names similar to `word`; empty if there are none."""
-    found = closest(word, names)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
-
-
-def with_suggestion(text: str) -> str:
-    """Complete a message of the form `key=value: choose a, b or c` with the choice that is similar to the value."""
-    found = re.search(r"=([\w.:-]*): choose (.+)$", text)
-    return text + did_you_mean(found[1], re.findall(r"[\w:/-]+", found[2])) if found else text
 
 
 def explain(error: Exception, recipe: str, words: Sequence[str]) -> str:
@@ -95,24 +73,18 @@ def _no_such_choice(group: str, name: str, recipe: str) -> str:
 def _no_such_key(key: str, recipe: str, words: Sequence[str]) -> str:
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     config = compose_config(recipe, [word for word in words if word.partition("=")[0] in groups])
-    group, _, last = key.rpartition(".")
-    while group and OmegaConf.select(config, group) is None:
-        group, _, last = group.rpartition(".")
-    node = OmegaConf.select(config, group) if group else config
-    paths = {full: full.rpartition(".")[2] for full in _leaves(OmegaConf.to_container(config))}
-    found = closest(last, map(str, node)) if isinstance(node, DictConfig) else []
-    found += [full for full, name in paths.items() if name == last]
-    found = found or [full for full, name in paths.items() if name in closest(last, paths.values())]
+    names = {name: name.rpartition(".")[2] for name in _names(OmegaConf.to_container(config))}
+    similar = closest(key.rpartition(".")[2], names.values())
+    found = [name for name, last in names.items() if last in similar] or closest(key, names)
     hint = f"; did you mean {' or '.join(found[:3])}?" if found else "."
-    return (
-        f"{key}: {group or 'recipes.' + recipe} has no key {last}{hint} Options that no file lists are "
-        "set with a +, as --help shows"
-    )
+    return f"{key}: there is no such option{hint} Options that no file lists are set with a +, as --help shows"
 
 
-def _leaves(node: Any, path: str = "") -> list[str]:
-    """The full names of all values of nested dicts."""
+def _names(node: Any, path: str = "") -> list[str]:
+    """The full names of all groups and values of nested dicts."""
     found = []
-    for name, value in node.items():
-        found += _leaves(value, f"{path}{name}.") if isinstance(value, dict) else [f"{path}{name}"]
+    for key, value in node.items():
+        found.append(f"{path}{key}")
+        if isinstance(value, dict):
+            found += _names(value, f"{path}{key}.")
     return found

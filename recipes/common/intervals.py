@@ -84,3 +84,8 @@ def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, b
     """The median of steps [n], and whether it is only a lower bound because runs were `censored` [n]."""
     median = float(np.median(steps))
     return median, bool(median != np.median(np.where(censored, np.inf, steps)))
+
+
+def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
+    """Mean of the second column of `pairs` [n, ..., 2], divided by the mean of the first."""
+    return pairs[..., 1].mean(0) / pairs[..., 0].mean(0)

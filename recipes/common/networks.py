@@ -12,6 +12,8 @@ def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
     return torch.as_tensor(observations, dtype=dtype, device=device)
 
 
+# Normalized observations are clipped to this number of standard deviations.
+OBSERVED = 10.0
 # Filters, kernel size and stride of each layer.
 _ATARI = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _MINATAR = ((16, 3, 1),)
@@ -76,3 +78,41 @@ def make_network(
         device=device,
     )
     return nn.Sequential(*trunk, layers) if trunk else layers
+
+
+class Normalizer(nn.Module):
+    """Normalizes observations by their running mean and standard deviation; if not `active`, returns them unchanged.
+
+    Args:
+        size: length of an observation vector.
+        active: whether observations are normalized.
+    """
+
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
+    def __init__(self, size: int, *, active: bool):
+        super().__init__()
+        self.active = active
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, observations: Tensor) -> None:
+        """Add ``observations`` [n, size] to the running statistics."""
+        if self.active:
+            observations = observations.to(self.mean)
+            self.count.add_(len(observations))
+            share = len(observations) / self.count
+            self.mean.lerp_(observations.mean(0), share)
+            self.square.lerp_(observations.square().mean(0), share)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Normalized observations, in their own dtype."""
+        if not self.active:
+            return observations
+        deviation = (self.square - self.mean.square()).clamp_min(1e-8).sqrt()
+        known = (observations - self.mean) / torch.where(self.count > 1, deviation, torch.ones_like(deviation))
+        return known.clamp(-OBSERVED, OBSERVED).to(observations.dtype)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.errors import ConfigError
-from recipes.common.hints import with_suggestion
+from recipes.common.errors import ConfigError, did_you_mean
 from torchrl_replay_ext import AdamStep
 
 
@@ -104,4 +103,5 @@ def make_optimizer(
             return RMSProp(parameters, learning_rate, **keywords)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer: {error}") from error
-    raise ConfigError(with_suggestion(f"optimizer.name={config.get('name')}: choose adam, rmsprop"))
+    hint = did_you_mean(str(config.get("name")), ("adam", "rmsprop"))
+    raise ConfigError(f"optimizer.name={config.get('name')}: choose adam, rmsprop{hint}")

@@ -14,9 +14,9 @@ from torch import Tensor
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
-from recipes.common.cli import reason
+from recipes.common.config import LoggerConfig
 from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite
-from recipes.common.errors import ConfigError
+from recipes.common.errors import ConfigError, reason
 
 VIDEO = "evaluation"  # name of videos in the logger
 
@@ -26,8 +26,7 @@ class Progress:
 
     Args:
         run_dir: directory of the run.
-        write_csv: whether to write progress.csv.
-        backend: a TorchRL logger ("tensorboard", "wandb", ...) or None.
+        config: whether to write progress.csv, and TorchRL's logger.
         until: existing rows with more env steps than this are removed. They were written after the checkpoint that a
             resumed run starts from, and will be written again. Default: 0.
 
@@ -35,9 +34,9 @@ class Progress:
         ConfigError: if the backend's package is not installed.
     """
 
-    def __init__(self, run_dir: Path, write_csv: bool, backend: str | None, until: int = 0) -> None:
-        self.path = run_dir / PROGRESS if write_csv else None
-        self._backend = backend
+    def __init__(self, run_dir: Path, config: LoggerConfig, until: int = 0) -> None:
+        self.path = run_dir / PROGRESS if config.csv else None
+        self._backend = backend = config.backend
         self._waiting: list[dict[str, float]] = []
         try:
             self.logger = get_logger(

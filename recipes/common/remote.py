@@ -6,10 +6,9 @@ This module can be imported without Ray; :func:`runtime` checks whether Ray is i
 import importlib.util
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,18 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors.distributed import RayCollector
 from torchrl.data import Binary, Composite
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CHECKPOINT, reason
 from recipes.common.collector import environment_seed
-from recipes.common.config import EVENT_TABLES, EnvConfig, RunConfig
+from recipes.common.config import EVENT_TABLES, EnvConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError, LostProcess
+from recipes.common.files import CHECKPOINT
 from recipes.common.progress import warn
-from recipes.common.replay import make_event_tables, make_replay, make_sampler
+from recipes.common.replay import make_replay, make_sampler, stored_keys
+from recipes.common.schemas.distributed import Config
 from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer
 from torchrl_replay_ext.sharding import Lost
 
@@ -58,48 +57,25 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
     import ray  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
 
     num_actors = num_collectors + num_shards
-
-    def require_cpus() -> None:
+    with ExitStack() as started:
+        if not ray.is_initialized():
+            # By default, Ray's workers run at low priority, but they do most of the work.
+            os.environ.setdefault("RAY_worker_niceness", "0")
+            local = {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False}
+            try:
+                # Output of actors would break the progress bar. Their errors are raised where results are awaited.
+                options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+                ray.init(address=address or "local", **options, **(local if address is None else {}))
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(f"address={address}: {error}") from error
+            started.callback(ray.shutdown)
         available = ray.cluster_resources().get("CPU", 0)
         if available < num_actors:
             raise ConfigError(
                 f"num_collectors={num_collectors} num_shards={num_shards}: they need {num_actors} CPUs, the cluster "
                 f"has {available:g}; reduce num_collectors"
             )
-
-    if ray.is_initialized():
-        require_cpus()
         yield
-        return
-    _require_answer(address)
-    # By default, Ray's workers run at low priority, but they do most of the work.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    local = {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False} if address is None else {}
-    try:
-        # Output of actors would break the progress bar. Their errors are raised where their results are awaited.
-        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"address={address}: {error}") from error
-    try:
-        require_cpus()
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _require_answer(address: str | None) -> None:
-    """Raise ConfigError if nothing listens at an address of the form host:port. Ray would try for minutes."""
-    if address in (None, "auto", "local") or "://" in address:
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"address={address}: must be host:port, as printed by ray start --head, or auto")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"address={address}: no answer ({reason(error)}); start Ray there: ray start --head"
-        ) from error
 
 
 @contextmanager
@@ -122,12 +98,8 @@ def noticing_lost_actors() -> Iterator[None]:
         raise LostProcess(f"the process of {lost} has ended (killed, or out of memory?)") from error
 
 
-def _event_sampler(*arguments: Any) -> Sampler:
-    return make_event_tables(*arguments)[1]
-
-
 def _event_writer(*arguments: Any) -> EventTableWriter:
-    return EventTableWriter(make_event_tables(*arguments)[0])
+    return EventTableWriter(make_sampler(*arguments).tables)
 
 
 class RemoteReplay(ShardedReplayBuffer):
@@ -136,12 +108,8 @@ class RemoteReplay(ShardedReplayBuffer):
     If the process of a shard ends, the run goes on, with the shard's content of the last checkpoint.
 
     Args:
-        config: the run's configuration.
-        num_shards: number of actors, which share the capacity.
-        num_streams: number of environments that write to the buffer.
+        config: the run's configuration. The shards share the capacity.
         device: device of the batches.
-        prefetch: batches requested ahead while the learner works on one.
-        td_error: the kind of TD errors that the loss writes: "squared" or "absolute".
         run_dir: directory of the run, with its checkpoint.
 
     Raises:
@@ -152,53 +120,29 @@ class RemoteReplay(ShardedReplayBuffer):
     # the samplers are in the actors
     sampler = None
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        num_shards: int,
-        num_streams: int,
-        device: torch.device,
-        prefetch: int,
-        td_error: str,
-        run_dir: Path,
-    ):
+    def __init__(self, config: Config, device: torch.device, run_dir: Path):
         learning, name = config.learning, config.sampler["name"]
-        # Built only to check the settings before an actor is started.
-        make_replay(config, torch.device("cpu"), td_error=td_error)
-        capacity = learning.buffer_size // num_shards
+        # Built only to check the settings before an actor is started. The loss writes SQUARED TD errors.
+        make_replay(config, torch.device("cpu"), td_error="squared")
+        capacity, streams = learning.buffer_size // config.num_shards, config.num_collectors * config.num_envs
         # The actor builds sampler and writer separately; they find their common tables through the storage.
-        arguments = dict(config.sampler), capacity, learning.num_updates(), num_streams, td_error
-        if name in EVENT_TABLES:
-            sampler = partial(_event_sampler, config.env, *arguments)
-            writer = partial(_event_writer, config.env, *arguments)
-        else:
-            sampler, writer = partial(make_sampler, *arguments), None
+        arguments = config.env, dict(config.sampler), capacity, learning.num_updates(), streams, "squared"
+        writer = partial(_event_writer, *arguments) if name in EVENT_TABLES else None
         try:
             super().__init__(
-                num_shards,
+                config.num_shards,
                 storage=partial(CompilableTensorStorage, capacity),
-                sampler=sampler,
+                sampler=partial(make_sampler, *arguments),
                 writer=writer,
                 batch_size=learning.batch_size,
-                prefetch=prefetch,
+                prefetch=config.prefetch,
                 device=device,
                 seed=config.seed,
                 restored=partial(load_shard, run_dir),
                 on_loss=warn,
             )
         except ValueError as error:
-            raise ConfigError(f"num_shards={num_shards} sampler={name}: {error}") from error
-
-    def sample(self) -> TensorDictBase:
-        """Return the next batch."""
-        with noticing_lost_actors():
-            return super().sample()
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Send the TD errors of a sample and request another."""
-        with noticing_lost_actors():
-            super().update_tensordict_priority(data)
+            raise ConfigError(f"num_shards={config.num_shards} sampler={name}: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole buffer, copied to the learner."""
@@ -212,23 +156,7 @@ def load_shard(run_dir: Path, number: int) -> dict[str, Any] | None:
     """The state of a shard in the last checkpoint of a run; None if there is none."""
     if not (run_dir / CHECKPOINT).is_file():
         return None
-    replay = _State()
-    load_checkpoint(run_dir, torch.device("cpu"), replay=replay)
-    return replay.state["shards"][number]
-
-
-class _State:
-    """Takes a state out of a checkpoint."""
-
-    state: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state."""
-        self.state = state
+    return load_checkpoint(run_dir, torch.device("cpu"))["replay"]["shards"][number]
 
 
 class FlagReader(BaseInfoDictReader):
@@ -284,51 +212,36 @@ class RemoteCollector:
         config: the run's configuration; each collector steps ``num_envs`` environments.
         policy: the policy, on the CPU. A collector uses the weights at the time when its batch is requested.
         replay: the buffer that the collectors write to.
-        num_collectors: number of actors.
-        frames_per_batch: transitions per batch of a collector.
-        keys: entries to store for each transition.
     """
 
     # collectors write each batch to the buffer
     holds_newest = False
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: TensorDictModuleBase,
-        replay: RemoteReplay,
-        *,
-        num_collectors: int,
-        frames_per_batch: int,
-        keys: tuple[NestedKey, ...],
-    ):
+    def __init__(self, config: Config, policy: TensorDictModuleBase, replay: RemoteReplay):
         self._seed, self._starts, self._replay = config.seed, 0, replay
-        self._policy, self.steps_of_batch = policy, frames_per_batch
+        self._policy, self.steps_of_batch = policy, config.learning.train_interval
+        count, keys = config.num_collectors, stored_keys(config.env)
         self._collector = RayCollector(
-            [partial(make_remote_env, config.env, config.num_envs)] * num_collectors,
+            [partial(make_remote_env, config.env, config.num_envs)] * count,
             policy,
-            frames_per_batch=frames_per_batch,
+            frames_per_batch=self.steps_of_batch,
             total_frames=sys.maxsize,
             replay_buffer=replay,  # pyright: ignore[reportArgumentType]: has what RayCollector needs
             sync=False,
             update_after_each_batch=True,
             remote_configs={"num_cpus": 1},
             collector_kwargs=[
-                {
-                    "postproc": partial(stored_rows, worker, num_collectors, keys),
-                    "auto_register_policy_transforms": False,
-                }
-                for worker in range(num_collectors)
+                {"postproc": partial(stored_rows, worker, count, keys), "auto_register_policy_transforms": False}
+                for worker in range(count)
             ],
         )
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches without entries; the collectors write the data to the buffer."""
         self._collector.set_seed(environment_seed(self._seed, self._starts))
-        with noticing_lost_actors():
-            self._collector.update_policy_weights_(self._policy)
-            for _ in self._collector:
-                yield TensorDict({}, [self.steps_of_batch])
+        self._collector.update_policy_weights_(self._policy)
+        for _ in self._collector:
+            yield TensorDict({}, [self.steps_of_batch])
 
     def resume(self) -> list[int]:
         """After a resume: collectors start new episodes, so the open episodes in the buffer are truncated."""

@@ -6,13 +6,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import Sequence as Windows
@@ -20,16 +18,14 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig, ends
-from recipes.common.errors import ConfigError
+from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.events import FLAGS, make_tables
-from recipes.common.hints import did_you_mean
 from recipes.common.n_step import TERMINATED
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
-    EventTables,
     EventTableSampler,
     EventTableWriter,
     FrameStackStorage,
@@ -40,15 +36,16 @@ from torchrl_replay_ext import (
 )
 from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
 
-SAMPLERS: dict[str, Callable[..., Sampler]] = {
+SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": RandomSampler,
     "per": ProportionalSampler,
     "rank": RankBasedSampler,
     "reaper": ReaPERSampler,
     "recency": RecencySampler,
     "lap": ProportionalSampler,
+    **dict.fromkeys(EVENT_TABLES, EventTableSampler),
+    **dict.fromkeys(DECOUPLED, DecoupledSampler),
 }
-CLASSES = SAMPLERS | dict.fromkeys(EVENT_TABLES, EventTableSampler) | dict.fromkeys(DECOUPLED, DecoupledSampler)
 PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
 
 # Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
@@ -81,20 +78,15 @@ def shares_frames(config: RunConfig) -> bool:
 
 
 def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
-    """Check that the buffer fits into the memory of the device.
-
-    Only observations, actions and rewards are counted, so the real size is larger.
+    """Check that the observations of a full buffer fit into the memory of the device.
 
     Raises:
-        ConfigError: if the buffer is larger than the total memory.
+        ConfigError: if they are larger than the total memory.
     """
-    learning = config.learning
-    actions = env.action_space
-    frames = 1 if config.env.atari is None or not shares_frames(config) else config.env.atari.num_frames
-    # The buffer stores each frame once: stacks of consecutive steps share frames, and so do the next observations.
-    observation = _num_bytes(env.observation_space)
-    rest = (actions.shape[0] if isinstance(actions, Box) else 2) * 4 + 4
-    stored = rest + (observation // frames if frames > 1 else 2 * observation)
+    learning, space = config.learning, env.observation_space
+    observation = math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)  # others are float32
+    atari = config.env.atari
+    stored = 2 * observation if atari is None or not shares_frames(config) else observation // atari.num_frames
     size, memory = learning.buffer_size, total_memory(device)
     if size * stored > memory:
         raise ConfigError(
@@ -103,23 +95,12 @@ def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) 
         )
 
 
-def _num_bytes(space: gymnasium.Space) -> int:
-    """Bytes of a stored observation: 1 per pixel of an image, 4 (float32) per other number."""
-    return math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)
-
-
 def total_memory(device: torch.device) -> int:
-    """Total memory in bytes: of the GPU, or the part of the host's that this process may use; 2^63 if unknown."""
+    """Total memory in bytes, of the GPU or of the host; 2^63 if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    sizes = [2**63]
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # limits of the container, cgroup v2 and v1
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            sizes.append(int(Path(path).read_text()))
-    return min(sizes)
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else 2**63
 
 
 def make_replay(
@@ -147,17 +128,13 @@ def make_replay(
             single transitions in a flat buffer.
 
     Raises:
-        ConfigError: see make_sampler and make_event_tables.
+        ConfigError: see make_sampler.
     """
     learning, settings = config.learning, dict(config.sampler)
     critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
     num_streams = config.num_envs if windows is None else 1
-    arguments = critic, learning.buffer_size, learning.num_updates(), num_streams, td_error
-    if critic["name"] in EVENT_TABLES:
-        tables, sampler = make_event_tables(config.env, *arguments)
-        writer = EventTableWriter(tables)
-    else:
-        sampler, writer = make_sampler(*arguments), None
+    sampler = make_sampler(config.env, critic, learning.buffer_size, learning.num_updates(), num_streams, td_error)
+    writer = EventTableWriter(sampler.tables) if isinstance(sampler, EventTableSampler) else None
     with refusals(settings["name"]):
         if critic is not settings:
             assert policy is not None
@@ -208,74 +185,56 @@ def refusals(name: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        hint = did_you_mean(found[1], inspect.signature(CLASSES[name]).parameters) if found else ""
+        hint = did_you_mean(found[1], inspect.signature(SAMPLERS[name]).parameters) if found else ""
         raise ConfigError(f"sampler={name}: {error}{hint}") from error
 
 
 def make_sampler(
-    config: dict[str, Any], capacity: int, num_updates: int, num_envs: int = 1, td_error: str = "squared"
-) -> Sampler:
-    """Build the sampler named by `config["name"]`.
-
-    Args:
-        config: the sampler group. All keys except `name` are keyword arguments of the sampler. A value
-            `{start, end}` is annealed linearly over all updates of the run.
-        capacity: number of slots of the buffer.
-        num_updates: number of updates of the run.
-        num_envs: number of environments whose transitions are interleaved. Default: 1.
-        td_error: the kind of TD errors that prioritized samplers receive: "squared" (default) or "absolute".
-
-    Raises:
-        ConfigError: if a keyword is unknown, or the sampler rejects a value.
-    """
-    sampler = SAMPLERS[config["name"]]
-    with refusals(config["name"]):
-        keywords = _keywords(config, num_updates)
-        if sampler is RandomSampler:
-            return RandomSampler(**keywords)
-        if sampler is RecencySampler:
-            return RecencySampler(capacity, **keywords)
-        streams = {"num_streams": num_envs} if sampler is ReaPERSampler else {}
-        return sampler(capacity, td_error=td_error, **streams, **keywords)
-
-
-def make_event_tables(
-    env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: str
-) -> tuple[EventTables, EventTableSampler]:
-    """Build the event tables of an environment and the sampler that draws from them.
+    env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: Any
+) -> Any:
+    """Build the sampler named by `config["name"]`; event tables are those of the environment's events.
 
     Args:
         env: the environment. The share of the batch that its events do not use is drawn from the default table.
-        config: the sampler group. All keys except `name` and `retention` are keyword arguments of the sampler, see
-            make_sampler.
-        capacity: see make_sampler.
-        num_updates: see make_sampler.
-        num_envs: see make_sampler.
-        td_error: see make_sampler.
+        config: the sampler group. All keys except `name` and `retention` are keyword arguments of the sampler. A value
+            `{start, end}` is annealed linearly over all updates of the run.
+        capacity: number of slots of the buffer.
+        num_updates: number of updates of the run.
+        num_envs: number of environments whose transitions are interleaved.
+        td_error: the kind of TD errors that prioritized samplers receive: "squared" or "absolute".
 
     Raises:
-        ConfigError: if the tables or the sampler reject a value.
+        ConfigError: if a keyword is unknown, or the tables or the sampler reject a value.
     """
+    sampler: Any = SAMPLERS[config["name"]]
     with refusals(config["name"]):
-        keywords = _keywords({key: value for key, value in config.items() if key != "priority"}, num_updates)
+        priority = config.get("priority")
+        keywords = _keywords(config, num_updates)
+        if sampler is RandomSampler:
+            return sampler(**keywords)
+        if sampler is RecencySampler:
+            return sampler(capacity, **keywords)
+        if sampler is not EventTableSampler:
+            streams = {"num_streams": num_envs} if sampler is ReaPERSampler else {}
+            return sampler(capacity, td_error=td_error, **streams, **keywords)
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
-        if (priority := config.get("priority")) is not None:
+        if priority is not None:
             if not isinstance(priority, dict):
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
             streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
-            keywords["priority"] = dict(td_error=td_error, **streams, **_keywords(priority, num_updates))
+            keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
         shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
         eta = {table: a if a == b else Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
-        return tables, EventTableSampler(tables, eta=eta, **keywords)
+        return sampler(tables, eta=eta, **keywords)
 
 
 def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
-    """The keyword arguments in `config`, without `name`; {start, end} becomes a schedule."""
+    """The keyword arguments in `config`, without `name` and `priority`; {start, end} becomes a schedule."""
     return {
         key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
         for key, value in config.items()
-        if key != "name"
+        if key not in ("name", "priority")
     }
 
 

@@ -15,37 +15,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.common import figures, intervals
 from recipes.common.cli import parse_config
 from recipes.common.csv_files import reaches
-from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves
-from recipes.common.errors import ConfigError
-from recipes.common.figures import (
-    GREY,
-    Look,
-    count_steps,
-    env_label,
-    explain,
-    files_of,
-    label,
-    looks,
-    panel_grid,
-    sample_line,
-    save,
-    styled,
-    threshold_line,
-)
+from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
+from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import load_config
-from recipes.common.hints import compose_config, did_you_mean
-from recipes.common.intervals import (
-    FEW,
-    Statistic,
-    bootstrap_interval,
-    interquartile_mean,
-    median_of,
-    median_with_bound,
-)
+from recipes.common.hints import compose_config
 from recipes.common.schemas.study import Config, StudyConfig
-from recipes.common.study_files import CURVES, RUNS, STUDY, key_of, read_rows
+from recipes.common.study_files import CURVES, RUNS, STUDY, read_rows
+from recipes.common.tables import markdown
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves
@@ -109,31 +88,19 @@ def read_study(out: Path) -> Study:
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
     config = parse_config(load_config(out / STUDY), StudyConfig)
+    columns = (config.column, *config.also)
+    curves = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
     rows: defaultdict[str, defaultdict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     runs: defaultdict[str, defaultdict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
-    # indexed by step, because rows around an interruption may be in the file twice
-    curves: dict[tuple[str, ...], dict[int, Row]] = defaultdict(dict)
-    for row in read_rows(out / CURVES):
-        curves[key_of(row)][int(row["env_steps"])] = row
     for row in read_rows(out / RUNS):
-        _, env, variant, seed = key = key_of(row)
-        values = {
-            name: np.array([float(each[name]) for each in curves[key].values()])
-            for name in (config.column, *config.also)
-        }
+        env, variant, seed = row["env"], row["variant"], int(row["seed"])
+        curve = curves[env, variant, seed]
         for column in config.also:
-            row[f"final {column}"] = str(np.mean(values[column][-math.ceil(len(curves[key]) / 10) :]))
-        rows[env][variant][int(seed)] = row
-        runs[env][variant][int(seed)] = Curve(
-            env=env,
-            group=variant,
-            seed=int(seed),
-            threshold=None if row["threshold"] == "" else float(row["threshold"]),
-            steps=np.array([*curves[key]]),
-            values=values,
-            column=config.column,
-            stopped=row["threshold"] != "" and reaches(float(row["last"]), float(row["threshold"])),
-        )
+            row[f"final {column}"] = str(np.mean(curve.values[column][-math.ceil(len(curve.steps) / 10) :]))
+        threshold = None if row["threshold"] == "" else float(row["threshold"])
+        stopped = threshold is not None and reaches(float(row["last"]), threshold)
+        rows[env][variant][seed] = row
+        runs[env][variant][seed] = replace(curve, threshold=threshold, column=config.column, stopped=stopped)
     return Study(config, rows, runs)
 
 
@@ -144,40 +111,31 @@ def study_directory(name: str) -> Path:
         ConfigError: if there is no such directory.
     """
     own, published = Path("runs/study"), Path(__file__).parents[1] / "results"
-    for place in (Path(name), own / name, published / name):
-        if (place / RUNS).is_file():
+    for place in (own / name, published / name, Path(name)):
+        if (place / RUNS).is_file() or (place == Path(name) and place.is_dir()):
             return place
-    if Path(name).is_dir():
-        # read_study says which file is missing
-        return Path(name)
     names = sorted({path.parent.name for place in (own, published) for path in place.glob(f"*/{RUNS}")})
     raise ConfigError(
-        f"study={name}: no finished runs there, in {own} or in the published results"
-        f"{did_you_mean(name, names) or '; these hold ' + ', '.join(names)}"
+        f"study={name}: no finished runs there, in {own} or in the published results{did_you_mean(name, names)}"
     )
 
 
-def with_interval(values: np.ndarray, statistic: Statistic, form: str) -> str:
+def with_interval(values: np.ndarray, statistic: intervals.Statistic, form: str) -> str:
     """The text of a statistic over seeds [seeds, ...] with its 95 % bootstrap interval."""
-    low, high = bootstrap_interval(values, statistic)
+    low, high = intervals.bootstrap_interval(values, statistic)
     return f"{form} [{form}, {form}]".format(statistic(values), low, high)
 
 
 def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
     """The text of the median of steps [n] with its interval; "≥" marks numbers that censored runs make lower bounds."""
-    median, bounded = median_with_bound(steps, censored)
+    median, bounded = intervals.median_with_bound(steps, censored)
     if censored.all():
         return f"≥ {median:,.0f}"
-    ends = bootstrap_interval(steps, median_of)
+    ends = intervals.bootstrap_interval(steps, intervals.median_of)
     # An end depends on censored runs if it moves when these runs are longer.
-    longer = bootstrap_interval(np.where(censored, 2 * steps, steps), median_of)
+    longer = intervals.bootstrap_interval(np.where(censored, 2 * steps, steps), intervals.median_of)
     low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
     return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
-
-
-def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
-    """Mean of the second column of `pairs` [n, ..., 2], divided by the mean of the first."""
-    return pairs[..., 1].mean(0) / pairs[..., 0].mean(0)
 
 
 def mean_difference(pairs: np.ndarray) -> np.ndarray:
@@ -198,8 +156,8 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
     if censored[:, 1].all():
-        return f"{sign}{ratio_of_means(pairs):.2f}"
-    return sign + with_interval(pairs, ratio_of_means, "{:.2f}")
+        return f"{sign}{intervals.ratio_of_means(pairs):.2f}"
+    return sign + with_interval(pairs, intervals.ratio_of_means, "{:.2f}")
 
 
 def result_of(study: Study, env: str, variant: str) -> list[str]:
@@ -224,50 +182,49 @@ def last_evaluations(study: Study, env: str, variant: str, of: Callable[[dict[st
     pairs, difference = study.pairs(env, variant, of), ""
     if variant != study.config.baseline and len(pairs):
         difference = with_interval(pairs, mean_difference, form)
-    return with_interval(study.values(env, variant, of), interquartile_mean, form), difference
+    return with_interval(study.values(env, variant, of), intervals.interquartile_mean, form), difference
 
 
 def caption(config: StudyConfig) -> str:
     """Explain the columns of the table."""
-    baseline = label(config.baseline)
+    baseline = figures.label(config.baseline)
     return (
         f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "
         f"{baseline}, over the seeds that both have; 0.5 means half as many steps, 2 twice as many. A run that did not "
         "reach the threshold counts with its full length. This makes a number a lower bound (≥) or an upper bound (≤); "
         "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
         f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
-        f"seed. In brackets: 95 % bootstrap intervals over seeds, BCa for {FEW} seeds or fewer; beside a bound, the "
-        "interval of the bound."
+        "seed. In brackets: 95 % bootstrap intervals over seeds, BCa for "
+        f"{intervals.FEW} seeds or fewer; beside a bound, the interval of the bound."
     )
 
 
 def format_table(study: Study) -> str:
     """A Markdown table with one row per environment and variant; `caption` defines its columns."""
-    baseline = label(study.config.baseline)
-    head = (
-        f"reached | steps: median | mean | ratio to {baseline} | in the source | last evaluations: IQM | "
-        f"difference to {baseline}"
-    )
+    baseline = figures.label(study.config.baseline)
+    steps = ("reached", "steps: median", "mean", f"ratio to {baseline}", "in the source")
+    head = (*steps, "last evaluations: IQM", f"difference to {baseline}")
     return _table(study, head, partial(result_of, study))
 
 
 def format_further_columns(study: Study) -> str:
     """A Markdown table of the last evaluations in the columns of study.also, as in the columns of the other table."""
-    names, baseline = study.config.also, label(study.config.baseline)
-    head = " | ".join(f"last evaluations of {label(name)}: IQM | difference to {baseline}" for name in names)
+    names, baseline = study.config.also, figures.label(study.config.baseline)
+    pairs = ((f"last evaluations of {figures.label(name)}: IQM", f"difference to {baseline}") for name in names)
 
     def cells(env: str, variant: str) -> list[str]:
-        pairs = [last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names]
-        return [*chain(*pairs)]
+        return [*chain(*(last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names))]
 
-    return _table(study, head, cells)
+    return _table(study, [*chain(*pairs)], cells)
 
 
-def _table(study: Study, head: str, cells_of: Callable[[str, str], list[str]]) -> str:
-    lines = [f"| | variant | {head} |", "|---|---|" + "---|" * (head.count(" | ") + 1)]
-    for env, variants in study.finished().items():
-        lines += [f"| {' | '.join((env_label(env), label(name), *cells_of(env, name)))} |" for name in variants]
-    return "\n".join(lines)
+def _table(study: Study, head: Sequence[str], cells_of: Callable[[str, str], Sequence[str]]) -> str:
+    lines = [
+        (figures.env_label(env), figures.label(name), *cells_of(env, name))
+        for env, variants in study.finished().items()
+        for name in variants
+    ]
+    return "|" + markdown(("", "variant", *head), lines)[2:]  # the first column has no title
 
 
 def conclusions(study: Study) -> list[str]:
@@ -280,12 +237,11 @@ def conclusions(study: Study) -> list[str]:
                 continue
             (_, _, ours, ratio, *_), (_, _, theirs, *_) = (result_of(study, env, name) for name in (variant, baseline))
             reached = not study.values(env, variant, censored_of).all()
-            found = f"reached the threshold after {ours}" if reached else f"did not reach the threshold ({ours}"
+            found = "reached the threshold after" if reached else "did not reach the threshold in"
             end = "neither reached it" if ratio == NEITHER else f"{ratio} times as many"
-            sentences.append(
-                f"{env_label(env)}: {label(variant)} {found} steps{')' * (not reached)}, {label(baseline)} after "
-                f"{theirs}: {end} ({seeds} seed{'s' * (seeds > 1)})"
-            )
+            subject, other, place = figures.label(variant), figures.label(baseline), figures.env_label(env)
+            count = f"{seeds} seed{'s' * (seeds > 1)}"
+            sentences.append(f"{place}: {subject} {found} {ours} steps, {other} after {theirs}: {end} ({count})")
     return sentences
 
 
@@ -322,7 +278,7 @@ def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
     ]
 
 
-def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -> dict[str, Artist]:
+def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.Look]) -> dict[str, Artist]:
     """Draw the steps of each run to the threshold, with median and interval, in a row per variant.
 
     Returns:
@@ -337,11 +293,13 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
         axes.scatter(steps[~censored], beside[~censored], s=13, color=color, alpha=0.5, linewidth=0)
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
-            entries["run that did not reach the threshold"] = sample_line(Look(GREY, "x"), linestyle="")
-        low, high = bootstrap_interval(steps, median_of)
-        median, bounded = median_with_bound(steps, censored)
+            entries["run that did not reach the threshold"] = figures.sample_line(
+                figures.Look(figures.GREY, "x"), linestyle=""
+            )
+        low, high = intervals.bootstrap_interval(steps, intervals.median_of)
+        median, bounded = intervals.median_with_bound(steps, censored)
         if bounded:
-            entries["lower bound of a median"] = sample_line(Look(GREY, ">"), linestyle="")
+            entries["lower bound of a median"] = figures.sample_line(figures.Look(figures.GREY, ">"), linestyle="")
         axes.errorbar(
             median,
             place,
@@ -354,38 +312,38 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, Look]) -
             linewidth=1.6,
         )
     axes.set_xlim(0, None)
-    axes.set_yticks(range(len(variants)), [label(variant) for variant in variants])
+    axes.set_yticks(range(len(variants)), [figures.label(variant) for variant in variants])
     axes.set_ylim(len(variants) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     return entries
 
 
-@styled
+@figures.styled
 def draw(study: Study) -> Figure:
     """Draw the figure: for each environment learning curves, then the steps of each seed, with median and interval."""
     config, finished = study.config, study.finished()
     panels = [
         (env, panel) for env, variants in finished.items() for panel in [*panels_of(variants, config.baseline), None]
     ]
-    styles = looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
+    styles = figures.looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
     runs_of = [[*study.runs[env][variant].values()] for env, variants in finished.items() for variant in variants]
     window = 2 * (max(len(run.steps) for runs in runs_of for run in runs) // 40) + 1
     largest = max(run.steps[-1] for runs in runs_of for run in runs)
     entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
-    figure, axes_of = panel_grid(len(panels))
+    figure, axes_of = figures.panel_grid(len(panels))
     for axes, (env, panel) in zip(axes_of, panels, strict=True):
-        axes.set_title(env_label(env))
+        axes.set_title(figures.env_label(env))
         if panel is None:
             entries |= draw_steps(axes, study, env, styles)
-            axes.set_xlabel(count_steps(axes.xaxis, largest, "steps to the threshold"))
+            axes.set_xlabel(figures.count_steps(axes.xaxis, largest, "steps to the threshold"))
             continue
         groups = {variant: [*study.runs[env][variant].values()] for variant in panel}
         draw_curves(axes, groups, config.column, styles, window)
-        axes.set_xlabel(count_steps(axes.xaxis, largest))
+        axes.set_xlabel(figures.count_steps(axes.xaxis, largest))
         if (threshold := groups[panel[0]][0].threshold) is not None:
-            threshold_line(axes, threshold, entries, len(finished) > 1)
+            figures.threshold_line(axes, threshold, entries, len(finished) > 1)
     note = curve_note(runs_of, window) + " Small dots: runs; large markers: medians with 95 % intervals."
-    explain(figure, entries, note)
+    figures.explain(figure, entries, note)
     return figure
 
 
@@ -395,25 +353,22 @@ def full_table(study: Study) -> str:
     return "\n\n".join([caption(study.config), *tables, provenance(study)]) + "\n"
 
 
-def report(out: Path) -> str:
-    """Write figure and table to the directory of the study; return the table and the conclusions."""
-    study = read_study(out)
-    (out / TABLE).write_text(full_table(study), encoding="utf-8")
-    save(draw(study), *files_of(out / FIGURE), description=provenance(study))
-    return _text(study)
+def report(out: Path, baseline: str | None = None) -> str:
+    """The table and the conclusions of a study.
 
-
-def compare_with(out: Path, baseline: str) -> str:
-    """The table and the conclusions with another baseline; writes no files.
+    Args:
+        out: directory of the study. Table and figure are written there.
+        baseline: compare with this variant instead of the study's baseline, and write nothing. Default: None.
 
     Raises:
         ConfigError: if the study has no variant of this name.
     """
     study = read_study(out)
-    if baseline not in study.config.variants:
+    if baseline is None:
+        (out / TABLE).write_text(full_table(study), encoding="utf-8")
+        figures.save(draw(study), *figures.files_of(out / FIGURE), description=provenance(study))
+    elif baseline not in study.config.variants:
         raise ConfigError(f"--baseline {baseline}: the variants of {out} are {', '.join(study.config.variants)}")
-    return _text(replace(study, config=replace(study.config, baseline=baseline)))
-
-
-def _text(study: Study) -> str:
+    else:
+        study = replace(study, config=replace(study.config, baseline=baseline))
     return "\n".join([full_table(study), *conclusions(study)])

@@ -1,19 +1,18 @@
 """The frame of a training loop: checkpoints, evaluations, logs, the progress bar and Ctrl-C."""
 
-import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
@@ -23,14 +22,14 @@ from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.common.checkpoint import load_checkpoint, save_checkpoint
-from recipes.common.cli import CHECKPOINT, CONFIG, DONE, FAILED, INTERRUPTED, interruption, reason
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.csv_files import reaches
 from recipes.common.curves import plot_runs
-from recipes.common.errors import ConfigError, LostProcess
+from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Evaluation, Policy
-from recipes.common.files import atomic_write, locked
+from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
 from recipes.common.video import Camera
@@ -54,6 +53,12 @@ def prepare(config: RunConfig, run_dir: Path) -> torch.device:
     np.random.seed(config.seed)
     torch.manual_seed(config.seed)
     return device
+
+
+def save_config(config: RunConfig, run_dir: Path) -> None:
+    """Write config.yaml."""
+    with atomic_write(run_dir / CONFIG) as path:
+        OmegaConf.save(OmegaConf.create(asdict(config) | {"resume": None}), path)
 
 
 def find_device(name: str) -> torch.device:
@@ -93,33 +98,10 @@ class Counters:
     cpu_time: float = 0.0
 
 
-@dataclass(kw_only=True)
-class Log:
-    """The evaluations and logs of a run.
-
-    Args:
-        evaluation: the environments.
-        policy: the policy to evaluate; see recipes.common.evaluation.evaluate.
-        epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
-        value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
-        losses: names of the numbers that the updates return.
-        columns: maps the number of env steps to further numbers to log. Default: none.
-        shown: names of the numbers that the progress bar shows.
-    """
-
-    evaluation: Evaluation
-    policy: Policy
-    epsilon: float = 0.0
-    value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
-    losses: tuple[str, ...]
-    columns: Callable[[int], dict[str, float]] = lambda _steps: {}
-    shown: tuple[str, ...]
-
-
 class Run:
     """A training run: everything around the loop that the recipe writes.
 
-        run = Run(config, raw_config, run_dir, device, collector=collector, replay=replay, log=Log(...), state={...})
+        run = Run(config, run_dir, device, collector=collector, replay=replay, evaluation=evaluation, ...)
         with run:
             while run.continues():
                 data = run.collect()
@@ -136,14 +118,18 @@ class Run:
     ends it, too; other errors are passed on.
 
     Args:
-        config: the checked configuration.
-        raw_config: the configuration as read, to be saved in config.yaml.
+        config: the configuration.
         run_dir: directory of the run.
         device: device of the networks.
         collector: yields batches of transitions.
         replay: the buffer.
-        log: what to evaluate and log.
+        evaluation: the environments of evaluations.
+        policy: the policy to evaluate; see recipes.common.evaluation.evaluate.
+        losses: names of the numbers that the updates return; the progress bar shows the first two.
         state: networks, optimizers and other objects with state, for the checkpoint.
+        epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
+        value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
+        columns: maps the number of env steps to further numbers to log. Default: none.
         stores: entries of a batch to store in addition to recipes.common.replay.stored_keys; None: the collector writes
             to the buffer itself. Default: ().
     """
@@ -151,18 +137,23 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        raw_config: DictConfig,
         run_dir: Path,
         device: torch.device,
         *,
         collector: "VectorCollector | RemoteCollector",
         replay: "TensorDictReplayBuffer | RemoteReplay",
-        log: Log,
+        evaluation: Evaluation,
+        policy: Policy,
+        losses: Sequence[str],
         state: Mapping[str, Any],
+        epsilon: float = 0.0,
+        value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        columns: Callable[[int], dict[str, float]] = lambda _steps: {},
         stores: tuple[str, ...] | None = (),
     ):
-        self._config, self._raw_config, self._run_dir, self._log = config, raw_config, run_dir, log
-        self._collector, self._replay = collector, replay
+        self._config, self._run_dir, self._collector, self._replay = config, run_dir, collector, replay
+        self._evaluation, self._policy, self._epsilon, self._value = evaluation, policy, epsilon, value
+        self._loss_names, self._columns = losses, columns
         self._batches = iter(collector)
         self._stored = None if stores is None else (*stored_keys(config.env, config.learning.n_step), *stores)
         self._counters = Counters()
@@ -194,8 +185,6 @@ class Run:
 
     def _resume(self, device: torch.device) -> None:
         load_checkpoint(self._run_dir, device, **self._state)
-        # checkpoints of earlier versions have no CPU time
-        vars(self._counters).setdefault("cpu_time", math.nan)
         lost = self._collector.resume()
         if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
             num_envs = self._config.num_envs
@@ -206,14 +195,14 @@ class Run:
     def __enter__(self) -> "Run":
         config, run_dir = self._config, self._run_dir
         with ExitStack() as opened:
+            opened.callback(self._evaluation.close)
+            opened.callback(self._collector.shutdown)
+            if self._camera is not None:
+                opened.callback(self._camera.close)
+            opened.enter_context(locked(run_dir))
             try:
-                opened.enter_context(locked(run_dir))
-                self._progress = Progress(run_dir, config.logger.csv, config.logger.backend, until=self.env_steps)
-                with atomic_write(run_dir / CONFIG) as path:
-                    changed = {"sampler": config.sampler, "resume": None}
-                    OmegaConf.save(OmegaConf.merge(OmegaConf.to_container(self._raw_config), changed), path)
-            except BlockingIOError as error:
-                raise ConfigError(f"{run_dir}: another process trains there") from error
+                self._progress = Progress(run_dir, config.logger, until=self.env_steps)
+                save_config(config, run_dir)
             except OSError as error:
                 raise ConfigError(f"{run_dir}: {reason(error)}") from error
             self._started = time.time() - self._counters.wall_time
@@ -264,15 +253,15 @@ class Run:
             self._save()
 
     def _evaluate(self) -> None:
-        config, log, counters = self._config, self._log, self._counters
+        config, counters = self._config, self._counters
         counters.evaluations = config.learning.evaluations_due(self.env_steps)
         seed = [config.seed, counters.evaluations]
         row = {
             "env_steps": self.env_steps,
             "updates": counters.updates,
-            **log.evaluation.columns(log.policy, epsilon=log.epsilon, seed=seed, value=log.value),
-            **log.columns(self.env_steps),
-            **self._losses.take(log.losses),
+            **self._evaluation.columns(self._policy, epsilon=self._epsilon, seed=seed, value=self._value),
+            **self._columns(self.env_steps),
+            **self._losses.take(self._loss_names),
             "wall_time": time.time() - self._started,
             "cpu_time": time.process_time() - self._cpu_started,
         }
@@ -287,7 +276,8 @@ class Run:
                     histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         self._progress.write(row, histograms)
         self._record_video(seed)
-        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in log.shown}, refresh=False)
+        shown = ("return_mean", *self._loss_names[:2])
+        self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown}, refresh=False)
         score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold
         counters.last_return = score
         counters.best_return = score if best is None else max(best, score)
@@ -298,7 +288,7 @@ class Run:
         if self._camera is None:
             return
         try:
-            frames = self._camera.record(self._log.policy, epsilon=self._log.epsilon, seed=seed, step=self.env_steps)
+            frames = self._camera.record(self._policy, epsilon=self._epsilon, seed=seed, step=self.env_steps)
         except OSError as error:
             warn(f"no video of step {self.env_steps} in {self._run_dir}: {reason(error)}")
             return
@@ -324,50 +314,29 @@ class Run:
         with self._open:
             # After an aborted update, the last batch was collected but its updates were not made: nothing is saved.
             saved = known and (aborted or self._save())
-        self._collector.shutdown()
-        self._log.evaluation.close()
-        if self._camera is not None:
-            self._camera.close()
         if known:
-            self.exit_code = self._conclude(error, saved=saved, aborted=aborted)
+            self.exit_code = self._conclude(error if isinstance(error, LostProcess) else None, saved=saved)
         return known
 
-    def _conclude(self, error: BaseException | None, *, saved: bool, aborted: bool) -> int:
+    def _conclude(self, lost: LostProcess | None, *, saved: bool) -> int:
         """Draw the learning curve, print the last lines of the run and return the exit code."""
         run_dir, steps = self._run_dir, self.env_steps
         resumable = (run_dir / CHECKPOINT).is_file()
         way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
-        drawn = self._draw_curve()
-        if isinstance(error, LostProcess):
-            sys.stderr.write(f"stopped at step {steps}: {error}\n")
-        if not saved:
-            sys.stderr.write(f"the final checkpoint could not be saved; {way}\n")
-            return FAILED
-        if isinstance(error, LostProcess):
-            sys.stderr.write(f"{way}\n")
+        if self._config.logger.csv and self._counters.last_return is not None:
+            try:
+                plot_runs([run_dir], run_dir / CURVE)
+            except OSError as error:
+                warn(f"{run_dir / CURVE}: {reason(error)}; draw it by python -m recipes.plot {run_dir}")
+        problems = [str(lost)] * (lost is not None) + ["the final checkpoint could not be saved"] * (not saved)
+        if problems:
+            sys.stderr.write(f"stopped at step {steps}: {'; '.join(problems)}; {way}\n")
             return FAILED
         if not self._finished():
-            place = " while the update was being compiled" * aborted
-            print(f"interrupted at step {steps}{place}; {way}")
+            print(f"interrupted at step {steps}; {way}")
             return INTERRUPTED
-        if not drawn:
-            return FAILED
         print(summary(self._counters, self._config.env.reward_threshold, run_dir))
         return DONE
-
-    def _draw_curve(self) -> bool:
-        """Draw the learning curve from progress.csv, if there is one; return whether that did not fail."""
-        if not self._config.logger.csv or self._counters.last_return is None:
-            return True
-        try:
-            plot_runs([self._run_dir], self._run_dir / CURVE)
-        except OSError as error:
-            sys.stderr.write(
-                f"{self._run_dir / CURVE}: {reason(error)}; free disk space, then run: "
-                f"python -m recipes.plot {self._run_dir}\n"
-            )
-            return False
-        return True
 
 
 def summary(counters: Counters, threshold: float | None, run_dir: Path) -> str:

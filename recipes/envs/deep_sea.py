@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import GOAL, GREEN, METADATA, check_action, check_choice, draw
+from recipes.envs.grid import GOAL, GREEN, METADATA, check_action, draw
 
 _DOWN = 1
 _MOVE_COST = 0.01
@@ -38,7 +38,6 @@ class DeepSea(gymnasium.Env):
         for name, value, least in (("size", size, 1), ("mapping_seed", mapping_seed, 0)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"DeepSea({name}={value!r}): must be a whole number >= {least}")
-        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.render_mode = render_mode
         self.action_space = Discrete(2)
         self.observation_space = Box(0.0, 1.0, (size * size,), np.float32)

@@ -41,9 +41,6 @@ class MinAtar(gymnasium.Env):
         render_mode: str | None = None,
     ):
         check_choice(self, "game", game, GAMES)
-        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
-        if not 0 <= sticky_action_prob <= 1:
-            raise ValueError(f"MinAtar(sticky_action_prob={sticky_action_prob!r}): must be in [0, 1]")
         try:
             from minatar import Environment  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
         except ImportError as error:

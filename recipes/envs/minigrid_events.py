@@ -22,9 +22,6 @@ class MiniGridEvents(gymnasium.Wrapper):
 
     Args:
         env: a MiniGrid environment with MiniGrid's dictionary observations.
-
-    Raises:
-        TypeError: if `env` is not a MiniGrid environment.
     """
 
     EVENTS = ("pickup_key", "door_opened", "at_gap", "at_lava", "done")
@@ -32,8 +29,6 @@ class MiniGridEvents(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
         self._world: Any = env.unwrapped
-        if not all(hasattr(self._world, name) for name in ("agent_pos", "agent_dir", "carrying", "grid")):
-            raise TypeError(f"MiniGridEvents({env}): must be a MiniGrid environment")
         image_size = int(np.prod(self._world.observation_space["image"].shape))
         low = np.concatenate([np.zeros(image_size), [-1.0, 0.0, -1.0, -1.0]]).astype(np.float32)
         self.observation_space = Box(low, np.float32(1.0), dtype=np.float32)

@@ -1,51 +1,31 @@
 """Base class of ObstacleCourse and RandomizedSkill: objects, observations and actions."""
 
-import math
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import (
-    DIRECTIONS,
-    DOOR,
-    DROP,
-    EMPTY,
-    FORWARD,
-    GOAL,
-    GREEN,
-    GREY,
-    KEY,
-    LAVA,
-    LEFT,
-    LOCKED,
-    METADATA,
-    OPEN,
-    PICKUP,
-    RED,
-    RIGHT,
-    SPIKE,
-    TOGGLE,
-    WALL,
-    YELLOW,
-    check_action,
-    check_choice,
-    draw,
-)
+from recipes.envs import grid
 
 # Colours of categories that always have the same colour, as in MiniGrid.
-_COLOURS = {EMPTY: RED, WALL: GREY, GOAL: GREEN, LAVA: RED, SPIKE: YELLOW}
+_COLOURS = {
+    grid.EMPTY: grid.RED,
+    grid.WALL: grid.GREY,
+    grid.GOAL: grid.GREEN,
+    grid.LAVA: grid.RED,
+    grid.SPIKE: grid.YELLOW,
+}
 _VIEW = 5
 _PAD = _VIEW - 1
 _SIZE = 3 * _VIEW**2 + 6
-_LARGEST = np.array([DOOR, GREY, LOCKED], dtype=np.float32)
+_LARGEST = np.array([grid.DOOR, grid.GREY, grid.LOCKED], dtype=np.float32)
 
 
 def _view_offsets() -> list[tuple[np.ndarray, np.ndarray]]:
     """For each θ, the offsets dy and dx, [5, 5], of the cells in view. Row 0 is the farthest, column 0 the leftmost."""
     ahead, aside = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
-    return [(ahead * dy + aside * dx, ahead * dx - aside * dy) for dx, dy in DIRECTIONS]
+    return [(ahead * dy + aside * dx, ahead * dx - aside * dy) for dx, dy in grid.DIRECTIONS]
 
 
 _OFFSETS = _view_offsets()
@@ -77,20 +57,14 @@ class ObjectWorld(gymnasium.Env):
         step_reward: reward of all other steps; the paper does not give it. A small negative value makes the agent
             explore. With -0.01 and γ = 0.99, waiting forever is as bad as lava. Default: 0.
         render_mode: ``"rgb_array"`` or None (default).
-
-    Raises:
-        ValueError: if an argument is invalid.
     """
 
-    metadata = METADATA
+    metadata = grid.METADATA
     EVENTS: ClassVar[tuple[str, ...]]
     width: int
     height: int
 
     def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0, render_mode: str | None = None):
-        if not math.isfinite(step_reward):
-            raise ValueError(f"{type(self).__name__}(step_reward={step_reward!r}): must be finite")
-        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
         self.render_mode = render_mode
         self._step_reward = float(step_reward)
         self.action_space = Discrete(6)
@@ -111,8 +85,8 @@ class ObjectWorld(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Place all objects and the agent."""
         super().reset(seed=seed)
-        self._padded[:] = WALL, GREY, 0
-        self.cells[1:-1, 1:-1] = EMPTY, RED, 0
+        self._padded[:] = grid.WALL, grid.GREY, 0
+        self.cells[1:-1, 1:-1] = grid.EMPTY, grid.RED, 0
         self.gaps = set()
         self.pose = (*self._start, 0)
         self.carried = None
@@ -121,51 +95,53 @@ class ObjectWorld(gymnasium.Env):
 
     def step(self, action: int):
         """Turn left (0) or right (1), walk (2), pick up (3) or drop (4) a key, or open a door (5)."""
-        check_action(action, 6)
+        grid.check_action(action, 6)
         x, y, theta = self._pose()
-        dx, dy = DIRECTIONS[theta]
+        dx, dy = grid.DIRECTIONS[theta]
         x_ahead, y_ahead = x + dx, y + dy
         category, colour, state = self.cells[y_ahead, x_ahead].tolist()
         picked_up = opened = False
-        if action == LEFT:
+        if action == grid.LEFT:
             theta = (theta - 1) % 4
-        elif action == RIGHT:
+        elif action == grid.RIGHT:
             theta = (theta + 1) % 4
-        elif action == FORWARD:
-            if category in (EMPTY, GOAL, LAVA, SPIKE) or (category == DOOR and state == OPEN):
+        elif action == grid.FORWARD:
+            if category in (grid.EMPTY, grid.GOAL, grid.LAVA, grid.SPIKE) or (
+                category == grid.DOOR and state == grid.OPEN
+            ):
                 x, y = x_ahead, y_ahead
-        elif action == PICKUP:
-            if category == KEY and self.carried is None:
+        elif action == grid.PICKUP:
+            if category == grid.KEY and self.carried is None:
                 self.carried = colour
-                self._put(x_ahead, y_ahead, EMPTY)
+                self._put(x_ahead, y_ahead, grid.EMPTY)
                 picked_up = True
-        elif action == DROP:
-            if category == EMPTY and self.carried is not None:
-                self._put(x_ahead, y_ahead, KEY, self.carried)
+        elif action == grid.DROP:
+            if category == grid.EMPTY and self.carried is not None:
+                self._put(x_ahead, y_ahead, grid.KEY, self.carried)
                 self.carried = None
-        elif action == TOGGLE and category == DOOR and state == LOCKED and self.carried == colour:
-            self._put(x_ahead, y_ahead, DOOR, colour, OPEN)
+        elif action == grid.TOGGLE and category == grid.DOOR and state == grid.LOCKED and self.carried == colour:
+            self._put(x_ahead, y_ahead, grid.DOOR, colour, grid.OPEN)
             opened = True
         self.pose = (x, y, theta)
 
         here = int(self.cells[y, x, 0])
         happened = {
-            "at_spike": here == SPIKE,
-            "at_lava": here == LAVA,
+            "at_spike": here == grid.SPIKE,
+            "at_lava": here == grid.LAVA,
             "at_gap": (x, y) in self.gaps,
             "pickup_key": picked_up,
-            "at_door": opened or here == DOOR,
-            "done": here == GOAL,
+            "at_door": opened or here == grid.DOOR,
+            "done": here == grid.GOAL,
         }
-        reward = 1.0 if here == GOAL else -1.0 if here in (LAVA, SPIKE) else self._step_reward
+        reward = 1.0 if here == grid.GOAL else -1.0 if here in (grid.LAVA, grid.SPIKE) else self._step_reward
         info = {name: happened[name] for name in self.EVENTS} | self._told
-        return self._observe(), reward, here in (GOAL, LAVA), False, info
+        return self._observe(), reward, here in (grid.GOAL, grid.LAVA), False, info
 
     def render(self) -> np.ndarray | None:
         """The image of the whole grid; None without a render mode."""
         if self.render_mode is None:
             return None
-        return draw(self.cells, *self._pose())
+        return grid.draw(self.cells, *self._pose())
 
     def _build(self) -> dict[str, Any]:
         """Place the objects of one episode with `np_random`; return the entries of `info` besides the events."""
@@ -184,7 +160,7 @@ class ObjectWorld(gymnasium.Env):
         if self.carried is None:
             observation[-6:-3] = 0.0, -1.0, -1.0
         else:
-            observation[-6:-3] = 1.0, KEY / DOOR, self.carried / GREY
+            observation[-6:-3] = 1.0, grid.KEY / grid.DOOR, self.carried / grid.GREY
         observation[-3:] = 2 * x / (self.width - 1) - 1, 2 * y / (self.height - 1) - 1, 2 * theta / 3 - 1
         return observation
 
@@ -194,19 +170,19 @@ class ObjectWorld(gymnasium.Env):
 
     def _random_colours(self, count: int) -> list[int]:
         """`count` different random colours except grey, the colour of walls."""
-        return self.np_random.permutation(GREY)[:count].tolist()
+        return self.np_random.permutation(grid.GREY)[:count].tolist()
 
     def _put(self, x: int, y: int, category: int, colour: int | None = None, state: int = 0) -> None:
         self.cells[y, x] = category, _COLOURS[category] if colour is None else colour, state
 
     def _put_wall(self, x: int) -> None:
-        self.cells[1:-1, x] = WALL, GREY, 0
+        self.cells[1:-1, x] = grid.WALL, grid.GREY, 0
 
     def _put_gap(self, x: int) -> int:
         """Place a wall with a gap in a random row; return the row."""
         self._put_wall(x)
         (y,) = self._rows(1)
-        self._put(x, y, EMPTY)
+        self._put(x, y, grid.EMPTY)
         self.gaps.add((x, y))
         return y
 
@@ -214,4 +190,4 @@ class ObjectWorld(gymnasium.Env):
         """Place a wall with a locked door of each colour, in random rows."""
         self._put_wall(x)
         for y, colour in zip(self._rows(len(colours)), colours, strict=True):
-            self._put(x, y, DOOR, colour, LOCKED)
+            self._put(x, y, grid.DOOR, colour, grid.LOCKED)

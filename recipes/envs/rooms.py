@@ -15,20 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import (
-    DIRECTIONS,
-    EMPTY,
-    FORWARD,
-    GOAL,
-    GREEN,
-    LEFT,
-    METADATA,
-    RIGHT,
-    WALL,
-    check_action,
-    check_choice,
-    draw,
-)
+from recipes.envs import grid
 
 SHAPING = ("gap", "manhattan_goal", "manhattan_gap", "right_wall", "left_wall")
 """Potentials for reward shaping, from the paper's Figure 11."""
@@ -73,7 +60,7 @@ class Rooms(gymnasium.Env):
         ValueError: if an argument is invalid.
     """
 
-    metadata = METADATA
+    metadata = grid.METADATA
     EVENTS: ClassVar[tuple[str, ...]]
     WIDTH: ClassVar[int]
     HEIGHT: ClassVar[int]
@@ -89,8 +76,7 @@ class Rooms(gymnasium.Env):
         gamma: float = 0.99,
         render_mode: str | None = None,
     ):
-        check_choice(self, "shaping", shaping, (None, *SHAPING))
-        check_choice(self, "render_mode", render_mode, (None, *self.metadata["render_modes"]))
+        grid.check_choice(self, "shaping", shaping, (None, *SHAPING))
         if len(rewards) != 2 or not all(math.isfinite(reward) for reward in rewards):
             raise ValueError(f"{type(self).__name__}(rewards={rewards!r}): must be two finite numbers, (goal, step)")
         if not 0 <= gamma <= 1:
@@ -137,14 +123,10 @@ class Rooms(gymnasium.Env):
 
     def state_of(self, x: int, y: int, theta: int) -> int:
         """The integer state of a pose."""
-        if (x, y) not in self._index or theta not in range(4):
-            raise ValueError(f"state_of({x}, {y}, {theta}): no such pose in {type(self).__name__}")
         return 4 * self._index[x, y] + theta
 
     def pose_of(self, state: int) -> tuple[int, int, int]:
         """The pose (x, y, θ) of an integer state."""
-        if not 0 <= state < self.num_states:
-            raise ValueError(f"pose_of({state}): must be in [0, {self.num_states})")
         return *self._cells[state // 4], state % 4
 
     def dynamics(self) -> Dynamics:
@@ -159,12 +141,7 @@ class Rooms(gymnasium.Env):
 
         Returns:
             float64 [states, actions].
-
-        Raises:
-            ValueError: if `gamma` is not in [0, 1).
         """
-        if not 0 <= gamma < 1:
-            raise ValueError(f"optimal_q(gamma={gamma!r}): must be in [0, 1)")
         next_state, reward, terminal = self._dynamics
         discount = gamma * ~terminal
         q = np.zeros(reward.shape)
@@ -181,7 +158,7 @@ class Rooms(gymnasium.Env):
 
     def step(self, action: int):
         """Turn left (0), turn right (1) or walk forward (2). A step into a wall has no effect."""
-        check_action(action, 3)
+        grid.check_action(action, 3)
         state = self.state
         next_state, reward, terminal = self._table
         self._state = new = next_state[state][action]
@@ -193,12 +170,12 @@ class Rooms(gymnasium.Env):
         if self.render_mode is None:
             return None
         cells = np.zeros((self.HEIGHT + 2, self.WIDTH + 2, 3), dtype=np.int64)
-        cells[..., 0] = WALL
+        cells[..., 0] = grid.WALL
         for x, y in self._cells:
-            cells[y + 1, x + 1, 0] = EMPTY
-        cells[self.GOAL[1] + 1, self.GOAL[0] + 1] = GOAL, GREEN, 0
+            cells[y + 1, x + 1, 0] = grid.EMPTY
+        cells[self.GOAL[1] + 1, self.GOAL[0] + 1] = grid.GOAL, grid.GREEN, 0
         x, y, theta = self.pose_of(self.state)
-        return draw(cells, x + 1, y + 1, theta)
+        return grid.draw(cells, x + 1, y + 1, theta)
 
     def _events_at(self, cell: tuple[int, int]) -> dict[str, bool]:
         start = self.START[:2]
@@ -230,11 +207,11 @@ class Rooms(gymnasium.Env):
         next_state = np.empty((self.num_states, 3), dtype=np.int64)
         for state in range(self.num_states):
             x, y, theta = self.pose_of(state)
-            dx, dy = DIRECTIONS[theta]
+            dx, dy = grid.DIRECTIONS[theta]
             ahead = (x + dx, y + dy)
-            next_state[state, LEFT] = self.state_of(x, y, (theta - 1) % 4)
-            next_state[state, RIGHT] = self.state_of(x, y, (theta + 1) % 4)
-            next_state[state, FORWARD] = self.state_of(*ahead, theta) if ahead in self._index else state
+            next_state[state, grid.LEFT] = self.state_of(x, y, (theta - 1) % 4)
+            next_state[state, grid.RIGHT] = self.state_of(x, y, (theta + 1) % 4)
+            next_state[state, grid.FORWARD] = self.state_of(*ahead, theta) if ahead in self._index else state
         first_goal_state = self.num_states - 4
         next_state[first_goal_state:] = np.arange(first_goal_state, self.num_states)[:, None]
         terminal = next_state >= first_goal_state

@@ -30,7 +30,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
+from recipes.common.checked import positive
 from recipes.common.figures import explain, label, looks, panel_grid, sample_line, styled
+from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
 
@@ -155,39 +157,35 @@ def count_updates(strategy: str, num_states: int, seed: int) -> int:
 
 def format_table(rows: list[dict]) -> str:
     """A table of median updates, and in brackets their share of uniform's, with one line per number of states."""
-    lines = [f"{'states':>6}" + "".join(f"{strategy:>20}" for strategy in STRATEGIES)]
+    lines = []
     for num_states in sorted({row["num_states"] for row in rows}):
-        medians = {s: median(rows, num_states, s) for s in STRATEGIES}
-        shares = (f"{medians[s]:.0f} ({medians[s] / medians['uniform']:.2f})" for s in STRATEGIES)
-        lines.append(f"{num_states:>6}" + "".join(f"{share:>20}" for share in shares))
-    return "\n".join(lines)
+        medians = [median(rows, num_states, strategy) for strategy in STRATEGIES]
+        lines.append((num_states, *(f"{value:,.0f} ({value / medians[0]:.2f})" for value in medians)))
+    return markdown(("states", *STRATEGIES), lines)
 
 
 def conclusion(rows: list[dict]) -> str:
     """One sentence on proportional PER and uniform replay, for the largest number of states."""
     num_states = max(row["num_states"] for row in rows)
-    of = {
-        strategy: {
-            row["seed"]: row["updates"]
-            for row in rows
-            if (row["num_states"], row["strategy"]) == (num_states, strategy)
-        }
-        for strategy in ("proportional", "uniform")
-    }
-    ours, uniform = (median(rows, num_states, strategy) for strategy in of)
-    ahead = sum(updates < of["uniform"][seed] for seed, updates in of["proportional"].items())
+    ours, uniform = (median(rows, num_states, strategy) for strategy in ("proportional", "uniform"))
+    pairs = [updates_of(rows, num_states, strategy) for strategy in ("proportional", "uniform")]
+    ahead = sum(mine < theirs for mine, theirs in zip(*pairs, strict=True))
     return (
         f"Blind Cliffwalk with {num_states} states: proportional PER took {ours:,.0f} updates, uniform replay "
         f"{uniform:,.0f}: {ours / uniform:.2f} times as many (medians; PER was faster with {ahead} of "
-        f"{len(of['uniform'])} seeds)"
+        f"{len(pairs[0])} seeds)"
     )
+
+
+def updates_of(rows: list[dict], num_states: int, strategy: str) -> list[int]:
+    """The updates of each seed."""
+    chosen = [row for row in rows if row["num_states"] == num_states and row["strategy"] == strategy]
+    return [row["updates"] for row in sorted(chosen, key=lambda row: row["seed"])]
 
 
 def median(rows: list[dict], num_states: int, strategy: str) -> float:
     """Median of the updates over the seeds."""
-    return statistics.median(
-        row["updates"] for row in rows if row["num_states"] == num_states and row["strategy"] == strategy
-    )
+    return statistics.median(updates_of(rows, num_states, strategy))
 
 
 @styled
@@ -199,11 +197,11 @@ def plot(rows: list[dict]) -> Figure:
     for place, strategy in enumerate(STRATEGIES):
         # beside each other, so that the ranges do not cover one another
         size = [(2 ** (n + 1) - 2) * 1.05 ** (place - 1.5) for n in states]
-        of = [[r["updates"] for r in rows if r["num_states"] == n and r["strategy"] == strategy] for n in states]
-        median = np.array(list(map(statistics.median, of)))
-        error = [median - list(map(min, of)), list(map(max, of)) - median]
+        of = [np.array(updates_of(rows, n, strategy)) for n in states]
+        middle, low, high = (np.array(list(map(function, of))) for function in (np.median, np.min, np.max))
         color, marker = chosen[strategy]
-        panel.errorbar(size, median, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
+        error = (middle - low, high - middle)
+        panel.errorbar(size, middle, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
     panel.set(xscale="log", yscale="log", xlabel="transitions in the buffer", ylabel="updates until the error is small")
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.yaxis.set_major_formatter("{x:,.0f}")
@@ -217,12 +215,15 @@ def plot(rows: list[dict]) -> Figure:
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
     parser = ExperimentParser("cliffwalk", __doc__, writes="cliffwalk.csv, .png and .svg", reads="draw the figure")
-    parser.add_argument("--seeds", type=int, default=10, help="runs of each strategy (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=10, help="runs of each strategy (default: %(default)s)")
     parser.add_argument(
-        "--states", type=int, nargs="+", default=[2, 4, 6, 8, 10], help="numbers of states (default: 2, 4, ..., 10)"
+        "--states",
+        type=positive,
+        nargs="+",
+        default=[2, 4, 6, 8, 10],
+        help="numbers of states (default: 2, 4, ..., 10)",
     )
     options = parser.parse_args(arguments)
-    parser.at_least_1(options, "seeds", "states")
 
     def measure() -> Iterator[dict]:
         runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]

@@ -1,7 +1,6 @@
 """The part of the command line that all experiments with --out and --read share."""
 
 import argparse
-import csv
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from recipes.common.csv_files import read_csv
-from recipes.common.errors import ConfigError
+from recipes.common.csv_files import append_rows, read_csv
+from recipes.common.errors import ConfigError, reason
 from recipes.common.figures import files_of, save
 
 Row = dict[str, Any]
@@ -37,14 +36,6 @@ class ExperimentParser(argparse.ArgumentParser):
         )
         self.add_argument("--read", type=Path, metavar="CSV", help=f"{reads} of an earlier run; run nothing")
 
-    def at_least_1(self, options: argparse.Namespace, *names: str) -> None:
-        """Refuse options, numbers or lists of numbers, with values below 1."""
-        for name in names:
-            value = getattr(options, name)
-            least = min(value) if isinstance(value, list) else value
-            if least < 1:
-                self.error(f"--{name} {least}: must be at least 1")
-
     def run(
         self,
         options: argparse.Namespace,
@@ -70,15 +61,12 @@ class ExperimentParser(argparse.ArgumentParser):
         logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
         written = files_of(options.out / self.name) if plot is not None else []
         if options.read is None:
-            written.append(options.out / f"{self.name}.csv")
-            with written[-1].open("w", newline="") as file:
-                for row in measure():
-                    writer = csv.DictWriter(file, row)
-                    if not rows:
-                        writer.writeheader()
-                    writer.writerow(row)
-                    file.flush()
-                    rows.append(row)
+            path = options.out / f"{self.name}.csv"
+            path.unlink(missing_ok=True)
+            for row in measure():
+                append_rows(path, [row])
+                rows.append(row)
+            written.append(path)
         if plot is not None:
             save(plot(rows), *written[:2])
         print("written:", *written)
@@ -93,15 +81,11 @@ class ExperimentParser(argparse.ArgumentParser):
             kinds: a type for each column that the file must have. Other columns stay text.
         """
         try:
-            rows = read_csv(path)
-        except OSError as error:
-            self.error(f"--read {path}: {error.strerror}")
+            rows = read_csv(path, [*kinds])
+            if not rows:
+                raise ConfigError(f"{path}: no rows")
+            return [row | {name: kind(row[name]) for name, kind in kinds.items()} for row in rows]
         except ConfigError as error:
             self.error(f"--read {error}")
-        missing = [column for column in kinds if not rows or column not in rows[0]]
-        if missing:
-            self.error(f"--read {path}: no column {', '.join(missing)}; pass a file that this experiment has written")
-        try:
-            return [{name: kinds.get(name, str)(value) for name, value in row.items()} for row in rows]
-        except ValueError as error:
-            self.error(f"--read {path}: {error}")
+        except (OSError, ValueError) as error:
+            self.error(f"--read {path}: {reason(error)}")

@@ -33,7 +33,6 @@ if __name__ == "__main__":
 
     run_recipe("experiments.dper_analysis", "analyse")
 
-import csv
 import math
 from pathlib import Path
 
@@ -41,7 +40,6 @@ import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 from tensordict.nn import TensorDictModule
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
@@ -49,17 +47,19 @@ from tqdm import tqdm
 
 from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import CONFIG, DONE, parse_config
+from recipes.common.cli import DONE, parse_config
+from recipes.common.csv_files import read_csv, rewrite
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
-from recipes.common.files import load_config
+from recipes.common.files import CONFIG, load_config
+from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.replay import make_replay
 from recipes.common.schemas.dper_analysis import Config
+from recipes.common.tables import markdown
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 
-RESAMPLES = 1000
 SHARES = (0.5, 0.25, 0.1)
 SATURATED = 0.99  # absolute value of an action
 MEASURES = {
@@ -116,10 +116,9 @@ def measure(buffer: TensorDictReplayBuffer, policy: TensorDictModule, noise_scal
 
 def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, float]:
     """Mean of `numbers` / mean of `references`, both [draws], and the 95 % bootstrap interval over the draws."""
-    rng = np.random.default_rng(0)
-    draws = rng.integers(len(numbers), size=(RESAMPLES, len(numbers)))
-    low, high = np.quantile(numbers[draws].mean(1) / references[draws].mean(1), [0.025, 0.975])
-    return float(numbers.mean() / references.mean()), float(low), float(high)
+    pairs = np.stack([references, numbers], -1)
+    low, high = bootstrap_interval(pairs, ratio_of_means)
+    return float(ratio_of_means(pairs)), float(low), float(high)
 
 
 @torch.no_grad()
@@ -136,18 +135,14 @@ def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[
 
 def format_table(rows: list[dict], newest: dict[str, float]) -> str:
     """A table with one line per granularity and K, and lines for the newest transitions."""
-    lines = [
-        f"{'granularity':<13}{'K':>3}{'score':>23}{'squared difference':>23}{'KL of the batch':>23}{'spread':>8}"
-        f"{'saturated':>11}"
-    ]
+    names = ("score", "squared difference", "KL of the batch")
+    lines = []
     for row in rows:
-        ratios = (f"{row[name]:>7.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
+        ratios = (f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
         saturated = f"{row['saturated']:.3f}" if "saturated" in row else ""
-        lines.append(
-            f"{row['granularity']:<13}{row['num_candidates']:>3} {' '.join(ratios)}{row['spread']:>8.3f}{saturated:>11}"
-        )
-    lines += [f"{name:<17}{'':>23}{value:>8.3f}" for name, value in newest.items()]
-    return "\n".join(lines)
+        lines.append((row["granularity"], row["num_candidates"], *ratios, f"{row['spread']:.3f}", saturated))
+    lines += [(name, "", "", f"{value:.3f}", "", "", "") for name, value in newest.items()]
+    return markdown(("granularity", "K", *names, "spread", "saturated"), lines)
 
 
 @styled
@@ -184,33 +179,24 @@ def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
 
 
 def read_results(path: Path) -> tuple[list[dict], dict[str, float]]:
-    """Read the rows of an earlier analysis, and those of the newest transitions.
-
-    Raises:
-        ConfigError: if the file is not a dper_analysis.csv.
-    """
-    if not path.is_file():
-        raise ConfigError(f"read={path}: no such file; pass a dper_analysis.csv")
+    """Read the rows of an earlier analysis, and those of the newest transitions; ConfigError if it is another file."""
     rows, newest = [], {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if not {"granularity", "num_candidates", *MEASURES} <= row.keys():
-                raise ConfigError(f"read={path}: not a dper_analysis.csv")
-            if row["num_candidates"] == "":
-                newest[row["granularity"]] = float(row["squared_difference"])
-                continue
-            numbers = {key: float(value) for key, value in row.items() if key != "granularity"}
-            rows.append({**numbers, "granularity": row["granularity"], "num_candidates": int(row["num_candidates"])})
+    for row in read_csv(path, ("granularity", "num_candidates", *MEASURES)):
+        if row["num_candidates"] == "":
+            newest[row["granularity"]] = float(row["squared_difference"])
+            continue
+        numbers = {key: float(value) for key, value in row.items() if key != "granularity"}
+        rows.append({**numbers, "granularity": row["granularity"], "num_candidates": int(row["num_candidates"])})
     return rows, newest
 
 
-def analyse(raw_config: DictConfig, run_dir: Path) -> int:
+def analyse(config: Config, run_dir: Path) -> int:
     """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
 
     Returns:
         The exit code.
     """
-    config = parse_config(raw_config, Config)
+    run_dir.mkdir(parents=True, exist_ok=True)
     figures = files_of(run_dir / "dper_analysis")
     if config.read is not None:
         rows, newest = read_results(Path(config.read))
@@ -247,13 +233,14 @@ def analyse(raw_config: DictConfig, run_dir: Path) -> int:
         row["saturated"] = float(saturated.mean())
         rows.append(row)
     newest = of_newest(replay, policy)
-    with (run_dir / "dper_analysis.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(
-            {key: f"{value:.5f}" if isinstance(value, float) else value for key, value in row.items()} for row in rows
-        )
-        writer.writerows({"granularity": name, "squared_difference": f"{value:.5f}"} for name, value in newest.items())
+    saved = [*rows, *({"granularity": name, "squared_difference": value} for name, value in newest.items())]
+    rewrite(
+        run_dir / "dper_analysis.csv",
+        [
+            dict.fromkeys(rows[0], "") | {key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()}
+            for row in saved
+        ],
+    )
     save(plot(rows, newest), *figures)
     print(format_table(rows, newest))
     print("written:", run_dir / "dper_analysis.csv", *figures)

@@ -19,25 +19,25 @@ sharding.csv has one row per number of shards and kind of transition. Each numbe
     shards, row_bytes     number of shards, bytes of a transition
     wall, cpu             seconds per batch: time, and CPU time of the learner's process
     write_wall            seconds to write 64 transitions
-    coordinator           CPU seconds per batch of the learner's thread outside of Ray
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from recipes.common.checked import positive
 from recipes.common.remote import runtime
+from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ShardedReplayBuffer
-from torchrl_replay_ext.sharding import RayCalls
 
 # of sharding.csv
-COLUMNS = ("shards", "row_bytes", "wall", "cpu", "write_wall", "coordinator")
+COLUMNS = ("shards", "row_bytes", "wall", "cpu", "write_wall")
 BATCH, WRITTEN, STREAMS, BLOCKS = 256, 64, 8, 10
 IMAGE = 4 * 84 * 84
 HOSTS = 1, 4, 16, 64, 256
@@ -67,45 +67,6 @@ def transitions(first: int, count: int, *, images: bool) -> TensorDict:
     )
 
 
-class TimedCalls(RayCalls):
-    """Calls by Ray that add up the CPU time that this thread spends in Ray."""
-
-    seconds = 0.0
-
-    def start(self, arguments: dict[str, Any]) -> Any:
-        """Start a shard."""
-        return _Timed(super().start(arguments), self)
-
-    def get(self, reference: Any) -> Any:
-        """Wait for an answer."""
-        return self.timed(super().get, reference)
-
-    def stop(self, shard: Any) -> None:
-        """End a shard for good."""
-        super().stop(shard.handle)
-
-    def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function and count its time."""
-        start = time.thread_time()
-        try:
-            return call(*arguments)
-        finally:
-            self.seconds += time.thread_time() - start
-
-
-class _Timed:
-    """The handle of an actor, or a method of it."""
-
-    def __init__(self, handle: Any, calls: TimedCalls):
-        self.handle, self._calls = handle, calls
-
-    def __getattr__(self, name: str) -> Any:
-        return _Timed(getattr(self.handle, name), self._calls)
-
-    def remote(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._calls.timed(partial(self.handle.remote, *arguments, **keywords))
-
-
 def cycle(buffer: ShardedReplayBuffer) -> None:
     """Sample a batch and return TD errors."""
     batch = buffer.sample()
@@ -113,50 +74,43 @@ def cycle(buffer: ShardedReplayBuffer) -> None:
     buffer.update_tensordict_priority(batch)
 
 
-def measure_calls(call: Callable[[], object], count: int, in_ray: Callable[[], float] = lambda: 0.0) -> np.ndarray:
-    """Seconds of a call, CPU seconds of this process, and CPU seconds of this thread outside of Ray.
+def measure_calls(call: Callable[[], object], count: int) -> np.ndarray:
+    """Seconds of a call, and CPU seconds of this process, [2].
 
-    Each number is the least of BLOCKS means: other load on the host only makes calls slower.
-
-    Args:
-        call: the function to measure.
-        count: number of calls in each block.
-        in_ray: returns the CPU seconds that this thread has spent in Ray.
+    Each number is the least of BLOCKS means of `count` calls: other load on the host only makes calls slower.
     """
     blocks = []
     for _ in range(BLOCKS):
-        before = np.array([time.perf_counter(), time.process_time(), time.thread_time() - in_ray()])
+        before = np.array([time.perf_counter(), time.process_time()])
         for _ in range(count):
             call()
-        after = np.array([time.perf_counter(), time.process_time(), time.thread_time() - in_ray()])
-        blocks.append((after - before) / count)
+        blocks.append((np.array([time.perf_counter(), time.process_time()]) - before) / count)
     return np.min(blocks, axis=0)
 
 
 def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
     """Measure one number of shards; a row of sharding.csv."""
     capacity = 4096 if images else 65536
-    calls = TimedCalls({"num_cpus": 0})
     buffer = ShardedReplayBuffer(
         num_shards,
         storage=partial(CompilableTensorStorage, capacity // num_shards),
         sampler=ProportionalSampler,
         batch_size=BATCH,
         prefetch=1,
-        calls=calls,
+        remote_config={"num_cpus": 0},
     )
     try:
         rows = partial(transitions, count=WRITTEN, images=images)
         for first in range(0, capacity, WRITTEN):
             buffer.extend(rows(first))
         measure_calls(partial(cycle, buffer), 2)
-        wall, cpu, coordinator = measure_calls(partial(cycle, buffer), cycles, lambda: calls.seconds)
-        first = iter(range(capacity, 1000 * capacity, WRITTEN))
-        write_wall, _, _ = measure_calls(lambda: buffer.extend(rows(next(first))), max(cycles // 4, 1))
+        wall, cpu = measure_calls(partial(cycle, buffer), cycles)
+        first = itertools.count(capacity, WRITTEN)
+        write_wall, _ = measure_calls(lambda: buffer.extend(rows(next(first))), max(cycles // 4, 1))
     finally:
         buffer.shutdown()
     size = transitions(0, 1, images=images).bytes()
-    return dict(zip(COLUMNS, (num_shards, size, wall, cpu, write_wall, coordinator), strict=True))
+    return dict(zip(COLUMNS, (num_shards, size, wall, cpu, write_wall), strict=True))
 
 
 def fit(rows: Sequence[dict[str, float]]) -> np.ndarray:
@@ -168,42 +122,38 @@ def fit(rows: Sequence[dict[str, float]]) -> np.ndarray:
 
 def report(rows: Sequence[dict[str, float]]) -> str:
     """The measured numbers and the model, as Markdown."""
-    lines = [
-        "| shards | bytes of a transition | batches per second | ms per batch | learner's CPU, ms | coordinator, ms | "
-        "64 rows written, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    measured = []
     for row in rows:
-        times = (row[name] * 1e3 for name in ("wall", "cpu", "coordinator", "write_wall"))
-        lines.append(
-            f"| {row['shards']:.0f} | {row['row_bytes']:,.0f} | {1 / row['wall']:.0f} | "
-            + " | ".join(f"{number:.2f}" for number in times)
-            + " |"
-        )
+        times = (f"{row[name] * 1e3:.2f}" for name in ("wall", "cpu", "write_wall"))
+        measured.append((f"{row['shards']:.0f}", f"{row['row_bytes']:,.0f}", f"{1 / row['wall']:.0f}", *times))
     base, message, byte = fit(rows)
-    lines += [
-        "",
-        f"Fitted CPU time of the learner: {base * 1e3:.2f} ms per batch, {message * 1e3:.2f} ms per shard, "
-        f"{byte * 1e9:.2f} ms per MB.",
-        "",
-        f"| hosts with one shard each | bytes of a transition | learner's limit | {' | '.join(NETWORKS)} |",
-        "|---" * (3 + len(NETWORKS)) + "|",
-    ]
+    model = []
     for size in sorted({row["row_bytes"] for row in rows}):
         for hosts in HOSTS:
             limit = 1 / (base + message * hosts + byte * BATCH * size)
-            networks = " | ".join(f"{speed / (BATCH * size):,.0f}" for speed in NETWORKS.values())
-            lines.append(f"| {hosts} | {size:,.0f} | {limit:.0f} | {networks} |")
-    return "\n".join([*lines, "", "Limits are in batches of 256 per second."])
+            networks = (f"{speed / (BATCH * size):,.0f}" for speed in NETWORKS.values())
+            model.append((hosts, f"{size:,.0f}", f"{limit:.0f}", *networks))
+    times = ("batches per second", "ms per batch", "learner's CPU, ms", f"{WRITTEN} rows written, ms")
+    return "\n".join(
+        [
+            markdown(("shards", "bytes of a transition", *times), measured),
+            "",
+            f"Fitted CPU time of the learner: {base * 1e3:.2f} ms per batch, {message * 1e3:.2f} ms per shard, "
+            f"{byte * 1e9:.2f} ms per MB.",
+            "",
+            markdown(("hosts with one shard each", "bytes of a transition", "learner's limit", *NETWORKS), model),
+            "",
+            "Limits are in batches of 256 per second.",
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Run the command line; return the rows of sharding.csv."""
     parser = ExperimentParser("sharding", __doc__, writes="sharding.csv", reads="print the tables")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4], help="numbers of shards [1 2 4]")
-    parser.add_argument("--cycles", type=int, default=40, help="batches in each of ten blocks [%(default)s]")
+    parser.add_argument("--shards", type=positive, nargs="+", default=[1, 2, 4], help="numbers of shards [1 2 4]")
+    parser.add_argument("--cycles", type=positive, default=40, help="batches in each of ten blocks [%(default)s]")
     options = parser.parse_args(arguments)
-    parser.at_least_1(options, "shards", "cycles")
 
     def rows() -> Iterator[dict[str, float]]:
         torch.set_num_threads(1)

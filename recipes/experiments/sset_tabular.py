@@ -34,8 +34,10 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
+from recipes.common.checked import positive
 from recipes.common.curves import BAND, curve_entries
 from recipes.common.figures import count_steps, explain, looks, panel_grid, styled, threshold_line
+from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
@@ -162,14 +164,12 @@ def steps_needed(curve: list[float]) -> float:
 def format_table(rows: list[dict]) -> str:
     """A table of median steps, their share of uniform's, and the number of seeds in which a method was faster."""
     of = {name: {row["seed"]: float(row["steps"]) for row in rows if row["method"] == name} for name in METHODS}
-    lines = [f"{'method':<18}{'median steps':>14}{'of uniform':>12}{'faster in':>12}"]
+    lines = []
     for method, steps in of.items():
-        median = statistics.median(steps.values())
-        share = median / statistics.median(of["uniform"].values())
+        median, uniform = (statistics.median(each.values()) for each in (steps, of["uniform"]))
         faster = sum(steps[seed] < of["uniform"][seed] for seed in steps)
-        won = "" if method == "uniform" else f"{faster}/{len(steps)}"
-        lines.append(f"{method:<18}{median:>14.0f}{share:>12.2f}{won:>12}")
-    return "\n".join(lines)
+        lines.append((method, f"{median:,.0f}", f"{median / uniform:.2f}", f"{faster} of {len(steps)}"))
+    return markdown(("method", "median steps", "of uniform", "faster in"), lines)
 
 
 def curve_of(row: dict) -> list[float]:
@@ -202,9 +202,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = ExperimentParser(
         "sset_tabular", __doc__, writes="sset_tabular.csv, .png and .svg", reads="draw the figure"
     )
-    parser.add_argument("--seeds", type=int, default=10, help="runs of each method (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
-    parser.at_least_1(options, "seeds")
 
     def measure() -> Iterator[dict]:
         runs = [(method, seed) for seed in range(options.seeds) for method in METHODS]

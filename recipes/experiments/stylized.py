@@ -29,8 +29,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from recipes.common.checked import positive
 from recipes.common.curves import BAND, curve_entries
 from recipes.common.figures import explain, looks, panel_grid, styled
+from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 
@@ -161,13 +163,13 @@ def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[
 def format_table(rows: list[dict]) -> str:
     """A table of the mean updates in excess of the oracle's, one line per condition and length."""
     compared = [strategy for strategy in STRATEGIES if strategy != "oracle"]
-    lines = [f"{'reliability':<12}{'length':>7}{'oracle':>9}" + "".join(f"{'+' + s:>12}" for s in compared)]
+    lines = []
     for condition in PERIODS:
         for length in sorted({row["length"] for row in rows}):
             of = {r["strategy"]: r for r in rows if r["condition"] == condition and r["length"] == length}
-            extras = "".join(f"{of[s]['extra']:>12.1f}" for s in compared)
-            lines.append(f"{condition:<12}{length:>7}{of['oracle']['updates']:>9.0f}{extras}")
-    return "\n".join(lines)
+            extras = (f"{of[s]['extra']:.1f}" for s in compared)
+            lines.append((condition, length, f"{of['oracle']['updates']:.0f}", *extras))
+    return markdown(("reliability", "length", "oracle", *(f"+{s}" for s in compared)), lines)
 
 
 @styled
@@ -197,17 +199,16 @@ def plot(rows: list[dict]) -> Figure:
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
     parser = ExperimentParser("stylized", __doc__, writes="stylized.csv, .png and .svg", reads="draw the figure")
-    parser.add_argument("--seeds", type=int, default=100, help="episodes per mean (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=positive,
         nargs="+",
         default=list(range(10, 101, 10)),
         help="episode lengths (default: 10, 20, ..., 100)",
     )
     options = parser.parse_args(arguments)
-    parser.at_least_1(options, "seeds", "lengths")
     measure = partial(run, options.lengths, options.seeds, options.seed)
     return parser.run(options, KINDS, measure, format_table, plot)
 

@@ -1,7 +1,6 @@
 import csv
 import math
 import subprocess
-import time
 
 import pytest
 import torch
@@ -96,33 +95,6 @@ def test_shares_of_the_time_pass_on_what_is_left(monkeypatch):
     timing.require_time(0.5)
 
 
-def test_a_run_whose_time_is_up_prints_what_it_has(tmp_path, monkeypatch, capsys):
-    """The time ends after the first measurement."""
-    measure, now, passed = measured_replay.measure_extend, time.monotonic, 0.0
-
-    def last(*arguments):
-        nonlocal passed
-        found = measure(*arguments)
-        passed = 2000.0
-        return found
-
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now() + passed)
-    monkeypatch.setattr(measured_replay, "measure_extend", last)
-    rows = run(tmp_path, "extend", "cycle", *SMALL, "--only", "PER", "--max-seconds", "1000")
-    printed = capsys.readouterr().out
-    assert set(rows) == {"extend"} and rows["extend"]
-    assert "| PER |" in printed and "PER is skipped: TimeoutError: no time is left (--max-seconds)" in printed
-
-
-def test_peers_that_are_not_installed_are_noted(tmp_path, monkeypatch, capsys):
-    def missing(_):
-        raise ImportError("No module named 'cpprb'")
-
-    monkeypatch.setitem(measured_replay.PEERS, "cpprb PER", missing)
-    run(tmp_path, "cycle", *SMALL, "--only", "TorchRL uniform", "cpprb")
-    assert "cpprb PER is skipped: ImportError: No module named 'cpprb'" in capsys.readouterr().out
-
-
 def test_updates_of_dqn_td3_and_sac_are_measured(tmp_path):
     names = [f"{name}, CompilableReplayBuffer" for name in ("uniform", "PER", "ReaPER")]
     rows = run(tmp_path, "updates", *SMALL, "--only", "TorchRL", *names)["updates"]
@@ -150,16 +122,6 @@ def test_what_samplers_add_to_updates_is_compared_with_torchrl():
     assert [row.added for row in rows] == [None, 200.0, None, 50.0]
     assert [row.ratio for row in rows] == [None, 1.0, None, 0.25]
     assert "| compiled PER | 1,050 (+50; 0.25) |" in tables(rows)
-
-
-def test_compile_times_are_printed_in_seconds():
-    rows = [
-        Row("compile", case, name, "uniform", 10, 2, 64, microseconds)
-        for name, cold, warm in (("uniform", 10e6, 4e6), ("PER", 15e6, 6e6))
-        for case, microseconds in (("cold", cold), ("warm", warm))
-    ]
-    compare(rows)
-    assert "| PER | 15.0 (1.50) | 6.0 (1.50) |" in tables(rows)
 
 
 @pytest.mark.slow

@@ -3,29 +3,27 @@
 import contextlib
 import csv
 import importlib.util
-import io
-import json
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
+from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common import run as training
-from recipes.common.cli import DONE, parse_config, resumed_config
-from recipes.common.errors import ConfigError
+from recipes.common.checkpoint import load_checkpoint
+from recipes.common.cli import DONE, explained, parse_config, resumed_config, schema_of
+from recipes.common.hints import compose_config
 
 ROOT = Path(__file__).parents[2]
 
 
 def composed(name, *overrides):
-    """The configuration of a recipe, or of another command, as Hydra composes it."""
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "recipes" / "conf")):
-        return compose(name, overrides=list(overrides))
+    """The checked configuration of a recipe, or of another command."""
+    with explained(name, overrides):
+        return parse_config(compose_config(name, overrides), schema_of(name))
 
 
 class Composer:
@@ -33,12 +31,11 @@ class Composer:
 
     Args:
         name: the recipe's.
-        schema: its configuration's class.
         tiny: overrides for a run of less than a second.
     """
 
-    def __init__(self, name, schema, tiny):
-        self.name, self.schema, self.tiny = name, schema, tiny
+    def __init__(self, name, tiny):
+        self.name, self.tiny = name, tiny
 
     def composed(self, *overrides):
         return composed(self.name, *overrides)
@@ -48,11 +45,12 @@ class Composer:
 
     def settings(self, *overrides):
         """The recipe's hyperparameters, checked, of the published configuration."""
-        return parse_config(self.composed(*overrides), self.schema).learning
+        return self.composed(*overrides).learning
 
     def resumed(self, run_dir, *overrides):
         overrides = [f"resume={run_dir}", *overrides]
-        return resumed_config(self.configuration(*overrides), run_dir, overrides)
+        config = resumed_config(compose_config(self.name, overrides), run_dir, overrides)
+        return parse_config(config, schema_of(self.name))
 
 
 def tiny(group, **more):
@@ -75,6 +73,19 @@ def tiny(group, **more):
 
 
 TINY_R2D2 = [*tiny("r2d2", hidden_sizes="[8]", units=8, burn_in=2, sequence_length=4, target_steps=2), "num_envs=4"]
+TINY_ACER = [
+    *tiny("acer", learning_starts=None, train_interval=None, gradient_steps=None, evaluation_episodes=2, slice_len=4),
+    "num_envs=4",
+]
+
+# name of a recipe -> its function and the composer of its configurations
+RECIPES = {
+    "dqn": (dqn.train, Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))),
+    "sac": (sac.train, Composer("sac", tiny("sac"))),
+    "td3": (td3.train, Composer("td3", tiny("td3"))),
+    "r2d2": (r2d2.train, Composer("r2d2", TINY_R2D2)),
+    "acer": (acer.train, Composer("acer", TINY_ACER)),
+}
 
 
 class Replay:
@@ -104,14 +115,8 @@ def rows(run_dir):
 
 
 def checkpoint(run_dir):
-    """The components of a checkpoint, as they were saved."""
-    components = {}
-    with zipfile.ZipFile(run_dir / "checkpoint.zip") as archive:
-        for name, record in json.loads(archive.read("manifest.json"))["components"].items():
-            (file,) = record["files"]
-            data = archive.read(f"{record['path']}/{file}")
-            components[name] = json.loads(data) if file.endswith(".json") else torch.load(io.BytesIO(data))
-    return components
+    """The states of the components in a checkpoint."""
+    return load_checkpoint(run_dir, torch.device("cpu"))
 
 
 def leaves(value, path=""):
@@ -141,29 +146,6 @@ def assert_same_runs(one, other):
     assert [path for path in one if one[path] != other[path]] == []
 
 
-def assert_trained(run_dir, sampler, printed):
-    """A run with ``tiny`` settings left its files, finite numbers, and a last printed line about its returns."""
-    table = rows(run_dir)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    assert all(np.isfinite(float(value)) for value in table[-1].values())
-    assert any(key.startswith("sampler/") for key in table[0]) == (sampler != "uniform")
-    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
-    assert {path.name for path in run_dir.iterdir()} == names
-    assert printed.splitlines()[-1] == (
-        f"96 steps | best return {max(float(row['return_mean']) for row in table):g}, "
-        f"last {float(table[-1]['return_mean']):g} | files in {run_dir}"
-    )
-
-
-def assert_config_error(train, config, run_dir, message):
-    """The configuration is refused with this message, before a file is written."""
-    with pytest.raises(ConfigError) as error:
-        train(config, run_dir)
-    assert message in str(error.value)
-    assert not list(run_dir.iterdir())
-
-
 def eager_and_compiled(train, configuration, path, *words):
     """The rows of two runs that draw the same random numbers: the first one eager, the second one compiled."""
     torch._dynamo.reset()
@@ -183,14 +165,6 @@ def command(recipe, *words, **options):
         [sys.executable, "-m", f"recipes.{recipe}", *words],
         **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
     )
-
-
-def assert_commands(recipe, expected):
-    """Runs the command of a recipe once per entry; ``expected`` maps its words to exit code and start of stderr."""
-    processes = [command(recipe, *words) for words in expected]
-    for process, (code, message) in zip(processes, expected.values(), strict=True):
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == code and errors.lstrip().startswith(message), errors
 
 
 def needs(module):

@@ -6,67 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from recipes import acer, dqn
+from recipes import acer
 from recipes.common import evaluation
 from recipes.common.cli import DONE
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
-from tests.recipes.runs import Composer, needs, rows, tiny
+from recipes.common.networks import OBSERVED
+from tests.recipes.runs import RECIPES, rows
 
-TINY = [
-    "acer.total_steps=96",
-    "acer.slice_len=4",
-    "num_envs=4",
-    "acer.batch_size=8",
-    "acer.buffer_size=64",
-    "acer.num_evaluations=3",
-    "acer.evaluation_episodes=2",
-    "acer.hidden_sizes=[16, 16]",
-    "env.reward_threshold=null",
-]
-recipe = Composer("acer", acer.Config, TINY)
+_, recipe = RECIPES["acer"]
 DISCRETE, CONTINUOUS = "env=cartpole", "env=pendulum"
-
-
-@pytest.mark.parametrize("env", [DISCRETE, CONTINUOUS])
-@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
-def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, env, sampler):
-    assert acer.train(recipe.configuration(env, f"sampler={sampler}"), tmp_path) == DONE
-    table = rows(tmp_path)
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert int(table[0]["updates"]) >= 2
-    may_lack = {"training_return"}  # no episode may have ended
-    assert all(np.isfinite(float(value)) for key, value in table[-1].items() if key not in may_lack)
-    assert float(table[-1]["loss_qvalue"]) > 0
-    names = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert capsys.readouterr().out.splitlines()[-1].startswith("96 steps | best return ")
-
-
-def test_environments_with_event_flags_train_without_event_tables(tmp_path):
-    configuration = recipe.configuration("env=tworooms", "acer=cartpole", "sampler=uniform")
-    assert acer.train(configuration, tmp_path) == DONE
-
-
-BOX2D, MUJOCO = ["lunarlander"], ["invertedpendulum", "halfcheetah", "walker2d", "humanoid"]
-
-
-@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
-@pytest.mark.parametrize(
-    "env",
-    [
-        "acrobot",
-        *(pytest.param(env, marks=needs("Box2D")) for env in BOX2D),
-        *(pytest.param(env, marks=needs("mujoco")) for env in MUJOCO),
-    ],
-)
-def test_every_environment_trains(tmp_path, monkeypatch, env):
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    words = ["acer.num_evaluations=1", "acer.evaluation_episodes=1", "num_envs=2"]
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    assert acer.train(recipe.configuration(f"env={env}", *words), run_dir) == DONE
-    assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
 
 
 class FromOne(gymnasium.Env):
@@ -87,20 +36,14 @@ class FromOne(gymnasium.Env):
         return np.zeros(2, np.float32), 1.0, False, self.steps == 5, {}
 
 
-@pytest.mark.parametrize(
-    ("train", "configuration"),
-    [
-        (acer.train, recipe.configuration),
-        (dqn.train, Composer("dqn", dqn.Config, tiny("dqn")).configuration),
-    ],
-    ids=["acer", "dqn"],
-)
-def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypatch, train, configuration):
+@pytest.mark.parametrize("name", ["acer", "dqn"])
+def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypatch, name):
+    train, composer = RECIPES[name]
     monkeypatch.setitem(
         gymnasium.registry, "FromOne-v0", gymnasium.envs.registration.EnvSpec("FromOne-v0", entry_point=FromOne)
     )
     FromOne.received.clear()
-    assert train(configuration("env=cartpole", "env.id=FromOne-v0"), tmp_path) == DONE
+    assert train(composer.configuration("env=cartpole", "env.id=FromOne-v0"), tmp_path) == DONE
     assert FromOne.received == {1, 2}
 
 
@@ -109,7 +52,7 @@ def test_presets_hold_the_constants_of_the_paper():
         of_env = recipe.settings(f"env={env}")
         assert (of_env.slice_len, of_env.c, of_env.delta, of_env.average) == (20, 10.0, 1.0, 0.99)
         assert (of_env.gamma, of_env.replay_ratio, of_env.on_policy) == (0.99, 4.0, True)
-    for env in MUJOCO[1:]:
+    for env in ("halfcheetah", "walker2d", "humanoid"):
         of_env = recipe.settings(f"env={env}")
         assert (of_env.slice_len, of_env.c, of_env.average, of_env.num_samples) == (50, 5.0, 0.995, 5)
         assert (of_env.sigma, of_env.gamma, of_env.buffer_size) == (0.3, 0.99, 8 * 5000)
@@ -181,22 +124,8 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     assert counts.get("newest", 0) == rounds * on_policy
     # 4 standard deviations
     assert abs(counts["replayed"] - 3 * rounds) < 4 * math.sqrt(3 * rounds)
-    expected = acer.parse_config(recipe.configuration(*words), acer.Config).acer.num_updates()
+    expected = recipe.configuration(*words).acer.num_updates()
     assert expected == (3 + on_policy) * rounds
-
-
-def test_only_replayed_slices_are_single_episodes(tmp_path, monkeypatch):
-    original, seen = acer.slices_loss, []
-
-    def slices_loss(*arguments, shifted):
-        seen.append(shifted)
-        return original(*arguments, shifted=shifted)
-
-    monkeypatch.setattr(acer, "slices_loss", slices_loss)
-    assert acer.train(recipe.configuration(DISCRETE), tmp_path) == DONE
-    # each of the 6 rounds starts with an update on the newest steps
-    assert seen.count(False) == 6
-    assert seen.count(True) >= 6
 
 
 def test_behaviour_keeps_what_it_drew_from():
@@ -227,16 +156,7 @@ def test_normalizer():
     expected = (data - data.mean(0)) / data.std(0, correction=0)
     torch.testing.assert_close(normalizer(data), expected, rtol=1e-4, atol=1e-5)
     assert normalizer(data).dtype == torch.float32
-    assert normalizer(1e6 * data).abs().max() == acer.OBSERVED
-
-
-def test_an_environment_is_made_once(monkeypatch):
-    made = []
-    make = gymnasium.make
-    monkeypatch.setattr(gymnasium, "make", lambda *words, **options: made.append(words) or make(*words, **options))
-    for name in ("CartPole-v1", "Pendulum-v1"):
-        make_env(EnvConfig(name="env", id=name, reward_threshold=None)).close()
-    assert made == [("CartPole-v1",), ("Pendulum-v1",)]
+    assert normalizer(1e6 * data).abs().max() == OBSERVED
 
 
 def test_actions_out_of_range_count_as_the_bound():
@@ -246,22 +166,3 @@ def test_actions_out_of_range_count_as_the_bound():
         env.reset(seed=0)
         following.append(env.step(np.array([action], dtype=np.float32))[0])
     np.testing.assert_array_equal(*following)
-
-
-def test_compiled_run_learns_what_an_eager_one_does(tmp_path):
-    """One graph of each kind of update; the same numbers, as far as the order of sums allows."""
-    losses = []
-    for compiled in (False, True):
-        run_dir = tmp_path / str(compiled)
-        run_dir.mkdir()
-        words = ["acer.replay_ratio=0", f"compile={compiled}", "acer.num_evaluations=1"]
-        assert acer.train(recipe.configuration(*words), run_dir) == DONE
-        losses.append([float(rows(run_dir)[-1][name]) for name in ("loss_actor", "loss_qvalue", "kl")])
-    np.testing.assert_allclose(*losses, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_run_with_replay(tmp_path):
-    assert acer.train(recipe.configuration(CONTINUOUS, "compile=true", "sampler=per"), tmp_path) == DONE
-    last = rows(tmp_path)[-1]
-    assert int(last["updates"]) > 6 and np.isfinite(float(last["loss_value"]))

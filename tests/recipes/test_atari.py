@@ -1,4 +1,3 @@
-import copy
 import importlib.util
 import os
 import signal
@@ -13,11 +12,11 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from recipes import acer, dqn
 from recipes.common import evaluation
 from recipes.common.atari_presets import GAMES, AtariConfig, preset
-from recipes.common.cli import DONE, INTERRUPTED, parse_config
+from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Convolutions, make_network
-from recipes.common.optimizers import RMSProp, RMSPropStep, make_optimizer
+from recipes.common.optimizers import RMSProp
 from recipes.envs.atari import FIRE, NOOP, Lives, make_atari
 from tests.recipes.runs import Composer, needs, rows
 from torchrl_replay_ext import FrameStackStorage
@@ -45,7 +44,7 @@ TINY_ACER = [
     "acer.num_evaluations=3",
     "acer.hidden_sizes=[16]",
 ]
-recipes = {"dqn": Composer("dqn", dqn.Config, TINY_DQN), "acer": Composer("acer", acer.Config, TINY_ACER)}
+recipes = {"dqn": Composer("dqn", TINY_DQN), "acer": Composer("acer", TINY_ACER)}
 train = {"dqn": dqn.train, "acer": acer.train}
 
 
@@ -175,12 +174,6 @@ class TestGame:
             rewards[clipped] = {float(env.step(int(rng.integers(6)))[1]) for _ in range(60)}
         assert rewards[True] == {0.0, 1.0} and rewards[False] == {0.0, 25.0}
 
-    def test_games_are_truncated(self):
-        env = make(training=False, max_frames=200)
-        env.reset(seed=0)
-        steps = [env.step(FIRE)[2:4] for _ in range(49)]
-        assert (False, True) in steps
-
     def test_stored_frames_are_the_wrapper_s_stacks(self):
         """Random play of three games side by side, over the ring several times."""
         behaviour = EpsilonRandom(None, gymnasium.spaces.Discrete(4), seed=0)
@@ -223,24 +216,6 @@ class TestGame:
         loss = "loss" if name == "dqn" else "loss_qvalue"
         assert np.isfinite(float(table[-1][loss]))
 
-    def test_n_step_transitions_are_stored_whole(self, tmp_path):
-        assert train["dqn"](recipes["dqn"].configuration("dqn.n_step=3"), tmp_path) == DONE
-        assert np.isfinite(float(rows(tmp_path)[-1]["loss"]))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["dqn", "acer"])
-    def test_compiled_run(self, tmp_path, name):
-        torch._dynamo.reset()
-        assert train[name](recipes[name].configuration("compile=true"), tmp_path) == DONE
-        assert np.isfinite(float(rows(tmp_path)[-1]["loss" if name == "dqn" else "loss_qvalue"]))
-
-    def test_every_preset_has_a_game(self):
-        import ale_py
-
-        gymnasium.register_envs(ale_py)
-        for game in GAMES:
-            assert preset(game)["id"] in gymnasium.registry
-
 
 PAPER = {  # appendix D of the ReaPER paper, column Atari
     "learning_rate": 625e-7,
@@ -264,7 +239,7 @@ PAPER = {  # appendix D of the ReaPER paper, column Atari
 
 @pytest.mark.parametrize("game", ["pong", "amidar", "qbert"])
 def test_presets_of_dqn_are_those_of_the_paper(game):
-    config = parse_config(recipes["dqn"].composed(f"env=atari/{game}"), dqn.Config)
+    config = recipes["dqn"].composed(f"env=atari/{game}")
     assert {key: getattr(config.dqn, key) for key in PAPER} == PAPER
     assert config.dqn.optimizer["name"] == "rmsprop" and config.env.reward_threshold is None
     assert (config.env.name, config.env.random_score, config.env.human_score) == (game, *GAMES[game])
@@ -272,33 +247,17 @@ def test_presets_of_dqn_are_those_of_the_paper(game):
 
 
 def test_presets_of_acer_are_those_of_the_paper():
-    settings = parse_config(recipes["acer"].composed("env=atari/qbert", "num_envs=16"), acer.Config).acer
+    settings = recipes["acer"].composed("env=atari/qbert", "num_envs=16").acer
     assert (settings.slice_len, settings.c, settings.delta, settings.average) == (20, 10.0, 1.0, 0.99)
     assert (settings.gamma, settings.replay_ratio, settings.entropy_coeff) == (0.99, 4.0, 0.001)
     assert (settings.buffer_size, settings.hidden_sizes, settings.shared_layers) == (16 * 50_000, [512], True)
 
 
 def test_games_without_scores_are_not_normalized():
-    config = parse_config(recipes["dqn"].composed("env=atari/klax"), dqn.Config).env
+    config = recipes["dqn"].composed("env=atari/klax").env
     assert config.id == "ALE/Klax-v5" and config.human_normalized(5.0) is None
-    pong = parse_config(recipes["dqn"].composed("env=atari/pong"), dqn.Config).env
+    pong = recipes["dqn"].composed("env=atari/pong").env
     assert [pong.human_normalized(score) for score in GAMES["pong"]] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["dqn.optimizer.decay=1"], r"optimizer: RMSProp\(decay=1"),
-        (["dqn.optimizer.speed=1"], "Could not override|optimizer: "),
-        (["env.id=ALE/Nothing-v5"], "env.id=ALE/Nothing-v5: "),
-    ],
-)
-def test_bad_values_are_config_errors(tmp_path, words, message):
-    if importlib.util.find_spec("ale_py") is None and words[0].startswith(("env.id", "dqn")):
-        pytest.skip("needs ale_py")
-    with pytest.raises(Exception, match=message):
-        dqn.train(recipes["dqn"].configuration(*words), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("module", "package"), [("ale_py", "ale-py"), ("cv2", "opencv-python-headless")])
@@ -342,26 +301,3 @@ class TestRMSProp:
             parameter.grad = gradient
             optimizer.step()
         torch.testing.assert_close(parameter.detach(), expected)
-
-    def test_constant_gradients_do_not_break_it(self):
-        parameter = torch.nn.Parameter(torch.zeros(1000))
-        optimizer = RMSProp([parameter], 1e-4, eps=1e-20)
-        parameter.grad = torch.randn(1000)
-        for _ in range(300):
-            optimizer.step()
-        assert parameter.isfinite().all()
-
-    def test_state_is_saved(self):
-        optimizers = []
-        for _ in range(2):
-            parameter = torch.nn.Parameter(torch.ones(3))
-            parameter.grad = torch.arange(3.0)
-            optimizers.append(make_optimizer({"name": "rmsprop"}, [parameter], 0.1))
-        optimizers[0].step()
-        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        parameters = [optimizer.param_groups[0]["params"][0] for optimizer in optimizers]
-        parameters[1].data.copy_(parameters[0])
-        for optimizer in optimizers:
-            with torch.no_grad():
-                RMSPropStep(optimizer)([torch.arange(3.0)])
-        assert torch.equal(*parameters) and not torch.equal(parameters[0], torch.ones(3))

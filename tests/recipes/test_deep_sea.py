@@ -2,24 +2,15 @@
 
 import itertools
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 from recipes import dqn
 from recipes.common.cli import DONE
-from recipes.common.environment import make_discrete_env
-from recipes.common.errors import ConfigError
 from recipes.envs import DeepSea
-from tests.params import slow_but
-from tests.recipes.runs import Composer, checkpoint, leaves, rows, tiny
+from tests.recipes.runs import Composer, checkpoint, leaves, tiny
 
-composer = Composer("dqn", dqn.Config, ["env=deepsea", *tiny("dqn")])
-
-
-def make(**options):
-    return gymnasium.make("recipes.envs:DeepSea-v0", **options)
+composer = Composer("dqn", ["env=deepsea", *tiny("dqn")])
 
 
 def play(env, actions):
@@ -46,14 +37,6 @@ def simulated(size, moves):
     return cells, rewards
 
 
-def test_it_follows_the_api_of_gymnasium():
-    env = make(size=4)
-    check_env(env.unwrapped)
-    assert env.observation_space.shape == (16,) and env.observation_space.dtype == np.float32
-    assert env.action_space == gymnasium.spaces.Discrete(2)
-    assert DeepSea().observation_space.shape == (100,)
-
-
 @pytest.mark.parametrize("mapping_seed", [0, 5])
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_every_episode_is_that_of_a_plain_simulation(size, mapping_seed):
@@ -78,14 +61,6 @@ def test_every_episode_is_that_of_a_plain_simulation(size, mapping_seed):
     assert sorted(returns)[-2] == 0.0
 
 
-@pytest.mark.parametrize("size", [1, 8, 30])
-def test_the_optimal_policy_returns_099(size):
-    env = DeepSea(size, mapping_seed=2)
-    steps = play(env, np.diag(env.right_actions))
-    assert sum(reward for _, reward, *_ in steps) == pytest.approx(0.99)
-    assert steps[-1][-1] == {"treasure": True}
-
-
 def test_actions_mean_something_else_in_each_cell():
     maps = [DeepSea(20, mapping_seed).right_actions for mapping_seed in (0, 0, 1)]
     assert np.array_equal(maps[0], maps[1]) and not np.array_equal(maps[0], maps[2])
@@ -96,60 +71,8 @@ def test_actions_mean_something_else_in_each_cell():
     assert np.array_equal(env.right_actions, maps[0])
 
 
-def test_it_renders():
-    env = make(size=3, render_mode="rgb_array")
-    env.reset()
-    frames = [env.render()]
-    for _ in range(3):
-        env.step(0)
-        frames.append(env.render())
-    assert frames[0].shape == (48, 48, 3) and frames[0].dtype == np.uint8
-    assert not np.array_equal(frames[0], frames[1])
-    assert DeepSea().render() is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 0}, r"DeepSea\(size=0\): must be a whole number >= 1"),
-        ({"size": 2.5}, r"DeepSea\(size=2.5\): must be a whole number >= 1"),
-        ({"mapping_seed": -1}, r"DeepSea\(mapping_seed=-1\): must be a whole number >= 0"),
-        ({"render_mode": "ansi"}, r"DeepSea\(render_mode='ansi'\): must be one of None, 'rgb_array'"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        DeepSea(**options)
-
-
-def test_a_bad_size_is_a_config_error():
-    config = dqn.parse_config(composer.configuration("env.options.size=0"), dqn.Config)
-    with pytest.raises(ConfigError, match=r"DeepSea\(size=0\): must be a whole number >= 1"):
-        make_discrete_env(config.env)
-
-
-def test_steps_outside_of_an_episode_and_unknown_actions_are_refused():
-    env = DeepSea(2)
-    with pytest.raises(gymnasium.error.ResetNeeded):
-        env.step(0)
-    env.reset()
-    for action in (-1, 2):
-        with pytest.raises(ValueError, match="action must be in"):
-            env.step(action)
-    env.step(0), env.step(0)
-    with pytest.raises(gymnasium.error.ResetNeeded):
-        env.step(0)
-
-
-@pytest.mark.parametrize("sampler", slow_but(["per", "sset"], ["uniform", "rank", "reaper", "recency"]))
-def test_dqn_trains(tmp_path, sampler):
-    words = (f"sampler={sampler}", "env.options.size=4")
-    assert dqn.train(composer.configuration(*words), tmp_path) == DONE
-    assert all(-0.01 <= float(row["return_mean"]) <= 0.99 for row in rows(tmp_path))
-
-
 def test_the_preset_acts_at_random_and_judges_the_greedy_policy():
-    config = dqn.parse_config(composer.composed("env=deepsea"), dqn.Config)
+    config = composer.composed("env=deepsea")
     assert {config.dqn.epsilon(step) for step in (0, 10_000, config.dqn.total_steps)} == {1.0}
     assert config.dqn.evaluation_epsilon == 0.0
     assert 0 < config.env.reward_threshold < 0.99

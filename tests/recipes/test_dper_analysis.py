@@ -1,8 +1,6 @@
 """The analysis of DPER: the numbers it measures for a run of TD3, and its errors."""
 
 import csv
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from recipes import sac, td3
 from recipes.common.cli import DONE
 from recipes.common.errors import ConfigError
 from recipes.experiments import dper_analysis
-from tests.recipes.runs import ROOT, assert_config_error, composed, tiny
+from tests.recipes.runs import ROOT, composed, tiny
 from torchrl_replay_ext import DecoupledSampler
 
 TINY = {"train_interval": 2, "batch_size": 32, "buffer_size": None, "num_evaluations": 1, "hidden_sizes": "[16, 16]"}
@@ -61,7 +59,7 @@ def test_rows(tmp_path, run_dir, capsys):
     # finer parts choose more
     score = [float(table[start + 1]["score"]) for start in (0, 5, 10)]
     assert score == sorted(score, reverse=True)
-    assert "transition    10" in capsys.readouterr().out
+    assert "| transition | 10 |" in capsys.readouterr().out
     assert (tmp_path / "dper_analysis.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -69,21 +67,13 @@ def test_the_figure_of_an_earlier_analysis_is_drawn_again(tmp_path, capsys):
     path = ROOT / "recipes/results/dper_analysis.csv"
     assert dper_analysis.analyse(composed("dper_analysis", f"read={path}"), tmp_path) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"dper_analysis.png", "dper_analysis.svg"}
-    assert "newest 0.1                                 0.085" in capsys.readouterr().out
+    assert "| newest 0.1 |  |  | 0.085 |" in capsys.readouterr().out
     for wrong, message in (
         (tmp_path / "none.csv", "no such file"),
-        (path.parent / "stylized.csv", "not a dper_analysis"),
+        (path.parent / "stylized.csv", "no column granularity"),
     ):
         with pytest.raises(ConfigError, match=message):
             dper_analysis.analyse(composed("dper_analysis", f"read={wrong}"), tmp_path)
-
-
-def test_the_seed_decides(tmp_path, run_dir):
-    tables = []
-    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
-        (tmp_path / name).mkdir()
-        tables.append(analysed(tmp_path / name, run_dir, "num_candidates=[2]", "granularity=[batch]", f"seed={seed}"))
-    assert tables[0] == tables[1] != tables[2]
 
 
 def test_numbers_are_those_of_the_run(run_dir):
@@ -109,16 +99,6 @@ def test_numbers_are_those_of_the_run(run_dir):
         mean = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean().item()
     assert numbers[:, 3].mean() == pytest.approx(mean, rel=0.02)
     np.testing.assert_allclose(numbers[:, 0], numbers[:, 1])
-
-
-def test_saturated_actions_are_those_near_the_bounds():
-    policy = TensorDictModule(torch.nn.Identity(), in_keys=["observation"], out_keys=["action"])
-    actions = torch.tensor([[0.995, 0.5], [-0.995, -1.0], [0.985, 0.0], [0.0, 0.0]])
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=400)
-    replay.extend(TensorDict({"observation": actions, "action": actions}, [4]))
-    replay.set_sampler(sampler := DecoupledSampler(RandomSampler(), policy, num_candidates=1))
-    numbers = dper_analysis.measure(sampler.actor_buffer(replay), policy, 0.1, 20)
-    assert numbers[:, 5].mean() == pytest.approx(3 / 8, abs=0.03)
 
 
 def test_newest_transitions_are_the_last_to_be_written():
@@ -147,19 +127,16 @@ def test_ratio_of_means():
     ("override", "message"),
     [
         ("draws=1", "draws=1: must be >= 2"),
-        ("seed=-1", "seed=-1: must be >= 0"),
-        ("num_candidates=[2,0]", "DecoupledSampler(num_candidates=0): num_candidates must be an integer >= 1."),
-        ("num_candidates=[]", "num_candidates=[]: must have at least one element"),
+        ("num_candidates=[]", "num_candidates=[]: must be numbers >= 1"),
         ("granularity=[row]", "choose batch, group, transition"),
-        ("granularity=batch", "granularity"),
         ("+beta=1", "the configuration has no key beta; its keys are run, "),
-        ("run=null", "run=null: no config.yaml there; pass the directory of a run of recipes.td3"),
         ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
     ],
 )
-def test_bad_values_are_config_errors(tmp_path, run_dir, override, message):
-    config = composed("dper_analysis", f"run={run_dir}", override)
-    assert_config_error(dper_analysis.analyse, config, tmp_path, message)
+def test_bad_values_are_config_errors(run_dir, override, message):
+    with pytest.raises(ConfigError) as error:
+        composed("dper_analysis", f"run={run_dir}", override)
+    assert message in str(error.value)
 
 
 def test_runs_that_do_not_serve(tmp_path, run_dir):
@@ -177,25 +154,3 @@ def test_runs_that_do_not_serve(tmp_path, run_dir):
         with pytest.raises(ConfigError) as error:
             dper_analysis.analyse(composed("dper_analysis", f"run={path}"), tmp_path)
         assert message in str(error.value)
-
-
-def test_command_line(tmp_path, run_dir):
-    words = {
-        f"hydra.run.dir={tmp_path / 'none'}": (2, "bad configuration: run=null: no config.yaml there"),
-        f"run={run_dir} draws=2 hydra.run.dir={tmp_path / 'out'}": (0, ""),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "recipes.experiments.dper_analysis", *line.split()], cwd=ROOT, stderr=-1, text=True
-        )
-        for line in words
-    ]
-    for process, (code, message) in zip(processes, words.values(), strict=True):
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == code and errors.startswith(message), errors
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "dper_analysis.csv",
-        "dper_analysis.png",
-        "dper_analysis.svg",
-    }
-    assert not (tmp_path / "none").exists()

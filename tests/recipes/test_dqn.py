@@ -1,58 +1,33 @@
 """DQN: the runs that the recipe makes, its presets, its errors and its command."""
 
-import contextlib
 import importlib.util
-import math
 import os
 import signal
 import time
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
 from recipes.common import evaluation
 from recipes.common import run as training
-from recipes.common.cli import CONFIG, DONE, INTERRUPTED
+from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
-from tests.params import slow_but
 from tests.recipes.runs import (
     Composer,
     assert_same_runs,
-    assert_trained,
     command,
-    eager_and_compiled,
-    needs,
     rows,
     stop_after,
     tiny,
 )
-from torchrl_replay_ext import RankBasedSampler
 
-ENVS = ["cartpole", "acrobot", pytest.param("lunarlander", marks=needs("Box2D"))]
-SAMPLERS = ["uniform", "per", "rank", "reaper"]
-composer = Composer("dqn", dqn.Config, tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert dqn.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
-    assert_trained(tmp_path, sampler, capsys.readouterr().out)
-    for row in rows(tmp_path):
-        assert float(row["return_mean"]) == pytest.approx((float(row["return_0"]) + float(row["return_1"])) / 2)
-    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("env", ENVS[1:])
-def test_every_environment_trains(tmp_path, env):
-    assert dqn.train(composer.configuration(f"env={env}", *composer.tiny, "dqn.num_evaluations=1"), tmp_path) == DONE
-    assert [int(row["env_steps"]) for row in rows(tmp_path)] == [96]
+composer = Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
 PAPER = {  # appendix D of the ReaPER paper
@@ -84,11 +59,12 @@ def test_presets_are_those_of_the_paper(column, env, threshold):
     config = composer.composed(f"env={env}")
     assert config.env.reward_threshold == threshold
     extensions = {"loss_function": "smooth_l1", "tau": None, "cagrad": None}
-    assert OmegaConf.to_container(config.dqn) == {key: values[column] for key, values in PAPER.items()} | extensions
+    expected = {key: values[column] for key, values in PAPER.items()} | extensions
+    assert {key: getattr(config.dqn, key) for key in expected} == expected
 
 
 def test_schedules():
-    settings = dqn.parse_config(composer.configuration(), dqn.Config).dqn
+    settings = composer.configuration().dqn
     settings.exploration_fraction = 0.5
     assert [settings.epsilon(step) for step in (0, 31, 48, 96)] == pytest.approx([1.0, 1.0, 0.04, 0.04])
     assert settings.epsilon(36) == pytest.approx(1 - 0.75 * 0.96)
@@ -118,20 +94,15 @@ def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
         return evaluate(*arguments, **options)
 
     run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    run_dir.mkdir(), whole.mkdir()
     monkeypatch.setattr(evaluation, "evaluate", interrupt)
     assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    printed = capsys.readouterr()
-    assert printed.out == f"interrupted at step 32; continue with resume={run_dir}\n"
+    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
     assert (run_dir / "learning_curve.png").is_file()
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    first = rows(run_dir)
+    (first,) = rows(run_dir)
     assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
     table = rows(run_dir)
-    assert table[0] == first[0]
-    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-    assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    assert float(table[1]["wall_time"]) > float(table[0]["wall_time"])
+    assert table[0] == first and float(table[1]["wall_time"]) > float(first["wall_time"])
     assert dqn.train(composer.configuration(), whole) == DONE
     assert_same_runs(whole, run_dir)
 
@@ -150,10 +121,8 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
     def load_but_one(collector, state):
         lost[0] = state["envs"][2]
         load(collector, state)
-        before = state["trajectory"]
-        after = collector.state_dict()
+        before, after = state["trajectory"], collector.state_dict()
         assert after["trajectory"] == [*before[:2], state["next_trajectory"], before[3]]
-        assert after["return"][2] == 0
 
     def spy(replay, num_envs, envs):
         count = replay.write_count
@@ -181,13 +150,6 @@ def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     assert float(rows(tmp_path)[-1]["return_mean"]) == 5.0
 
 
-def test_further_evaluations_differ_only_in_the_named_options(tmp_path):
-    words = ["+env.options={max_episode_steps: 5}", "+env.evaluations={same: {}, longer: {max_episode_steps: 6}}"]
-    assert dqn.train(composer.configuration(*words), tmp_path) == DONE
-    for row in rows(tmp_path):  # after six steps no pole has fallen yet
-        assert [float(row[f"return_{name}"]) for name in ("mean", "same", "longer")] == [5.0, 5.0, 6.0]
-
-
 @pytest.mark.parametrize("written", [3, 5])
 def test_cut_off_episode_ends_as_truncated(written):
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=1)
@@ -211,50 +173,6 @@ def test_cut_off_episode_ends_as_truncated(written):
     assert replay.write_count == written + 1
 
 
-class TestCompiled:
-    # rank: in a graph it is sorted at writes only, and so draws differ
-    @pytest.mark.parametrize("sampler", slow_but(["per"], [name for name in SAMPLERS if name != "rank"]))
-    def test_the_compiled_update_learns_what_the_eager_one_does(self, tmp_path, sampler):
-        """The same draws, and the same parameters but for rounding."""
-        tables = eager_and_compiled(dqn.train, composer.configuration, tmp_path, f"sampler={sampler}")
-        results = [[float(row["loss"]) for row in table[1:]] for table in tables]
-        assert results[0] == pytest.approx(results[1], rel=1e-4)
-
-    @pytest.mark.slow
-    def test_ranks_are_sorted_between_compiled_updates(self, tmp_path, monkeypatch):
-        torch._dynamo.reset()
-        sorts = []
-        sort = RankBasedSampler.sort
-        monkeypatch.setattr(RankBasedSampler, "sort", lambda sampler: (sorts.append(sampler), sort(sampler)))
-        config = composer.configuration("sampler=rank", "compile=true", "dqn.gradient_steps=1")
-        assert dqn.train(config, tmp_path) == DONE
-        assert len(sorts) >= 2
-        assert all(math.isfinite(float(row["loss"])) for row in rows(tmp_path)[1:])
-
-    @pytest.mark.slow
-    def test_the_first_batch_of_all_may_be_learned_from(self, tmp_path):
-        torch._dynamo.reset()
-        words = ("sampler=uniform", "compile=true", "updates_per_graph=2", "dqn.learning_starts=0")
-        assert dqn.train(composer.configuration(*words), tmp_path) == DONE
-        assert [int(row["updates"]) for row in rows(tmp_path)] == [4, 8, 12]
-
-    @pytest.mark.slow
-    def test_several_environments_resume_compiled(self, tmp_path, monkeypatch):
-        torch._dynamo.reset()
-        words = ("sampler=per", "compile=true", "num_envs=4", "updates_per_graph=2")
-        answers = iter([False, False, False, False, True])
-        monkeypatch.setattr(training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers)))
-        assert dqn.train(composer.configuration(*words), tmp_path) == INTERRUPTED
-        monkeypatch.undo()
-        before = len(rows(tmp_path))
-        torch._dynamo.reset()
-        assert dqn.train(composer.resumed(tmp_path), tmp_path) == DONE
-        table = rows(tmp_path)
-        assert 0 < before < len(table)
-        assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
-        assert [int(row["updates"]) for row in table] == [0, 4, 8]
-
-
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb"])
 def test_logger_without_its_package_is_a_config_error(tmp_path, backend):
     if importlib.util.find_spec(backend):
@@ -264,46 +182,20 @@ def test_logger_without_its_package_is_a_config_error(tmp_path, backend):
 
 
 def test_directory_of_another_run_is_not_overwritten(tmp_path):
-    OmegaConf.save(composer.configuration(), tmp_path / CONFIG)
+    training.save_config(composer.configuration(), tmp_path)
     with pytest.raises(ConfigError, match="holds a run already"):
         dqn.train(composer.configuration("sampler=uniform"), tmp_path)
 
 
-def test_resumed_run_keeps_its_configuration(tmp_path):
-    OmegaConf.save(composer.configuration(), tmp_path / CONFIG)
-    assert composer.resumed(tmp_path, "device=cpu").device == "cpu"
-    with pytest.raises(ConfigError, match=r"seed=3: a resumed run keeps its configuration"):
-        composer.resumed(tmp_path, "seed=3")
-
-
 def test_command_line(tmp_path):
-    """Exit codes, and what stderr says, of the real command: bad configurations, and Ctrl-C."""
-    bad = [
-        (command("dqn", "alpha=1"), "did you mean sampler.alpha?"),
-        (command("dqn", "env=gridworld"), "env=gridworld: there is no such choice; choose acrobot, "),
-        (command("dqn", "env=pendulum"), "use recipes.sac or recipes.td3"),
-    ]
+    """Ctrl-C ends the real command after its round of updates."""
     run_dir = tmp_path / "run"
     running = command("dqn", "sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
     deadline = time.monotonic() + 300
     while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    for process, message in bad:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 2
-        assert errors.startswith("bad configuration: ") and message in errors and errors.count("\n") == 1
     out, errors = running.communicate(timeout=300)
     assert running.returncode == INTERRUPTED, errors
-    assert out.startswith("interrupted at step ")
-    assert "Traceback" not in errors
+    assert out.startswith("interrupted at step ") and "Traceback" not in errors
     assert (run_dir / "checkpoint.zip").is_file()
-
-    os.truncate(run_dir / "checkpoint.zip", 10_000)
-    for process, message in (
-        (command("dqn", f"resume={run_dir}"), "checkpoint.zip is damaged: "),
-        (command("dqn", f"resume={run_dir}", "dqn.gamma=0.9"), "a resumed run keeps its configuration"),
-    ):
-        errors = process.communicate(timeout=300)[1]
-        assert process.returncode == 2
-        assert message in errors and errors.count("\n") == 1

@@ -1,5 +1,7 @@
 """Event tables in the recipes: from the environment's info to what batches are made of."""
 
+from functools import partial
+
 import gymnasium
 import numpy as np
 import pytest
@@ -10,19 +12,16 @@ from torchrl.envs import GymWrapper
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
-from recipes import dqn, sac
-from recipes.common.cli import DONE, parse_config
+from recipes import dqn
+from recipes.common.cli import DONE
 from recipes.common.collector import EpsilonRandom, VectorCollector
-from recipes.common.config import EnvConfig, EventConfig
+from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.errors import ConfigError
-from recipes.common.events import land_between_flags, land_near_middle, make_tables
+from recipes.common.events import land_between_flags, land_near_middle
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
-from recipes.common.replay import end_last_episodes, make_replay
-from tests.params import slow_but
-from tests.recipes.runs import Composer, composed, eager_and_compiled, needs, rows, tiny
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, EventTableWriter
+from recipes.common.replay import make_replay
+from tests.recipes.runs import Composer, composed, eager_and_compiled, rows, tiny
 
 # near_initial happens within the first steps
 TINY = [
@@ -32,7 +31,7 @@ TINY = [
     *tiny("dqn", evaluation_episodes=None, hidden_sizes=None),
     "+env.options.max_episode_steps=30",
 ]
-configuration = Composer("dqn", dqn.Config, TINY).configuration
+configuration = Composer("dqn", TINY).configuration
 
 
 class Countdown(gymnasium.Env):
@@ -84,12 +83,15 @@ def test_flags_arrive_on_the_last_step_of_an_episode_too(make):
     source.shutdown()
 
 
-def test_without_flags_nothing_is_added():
-    assert "events" not in next(iter(vector(())))["next"]
-
-
-@pytest.mark.parametrize("sampler", slow_but(["sset_per"], ["sset", "sset_per"]))
-def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
+@pytest.mark.parametrize(
+    ("sampler", "backend"),
+    [
+        ("sset_per", "aot_eager"),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("sset", "sset_per")),
+    ],
+)
+def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatch, sampler, backend):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     results = []
     for table in eager_and_compiled(dqn.train, configuration, tmp_path, f"sampler={sampler}", "sampler.min_size=1"):
         assert int(float(table[-1]["sampler/size_near_initial"])) == 6  # .1 of 64, its capacity
@@ -97,44 +99,6 @@ def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_
         results.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "q_error")])
     assert np.isfinite(results).all()
     assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
-def buffer(retention, length=5, events=None):
-    """Two environments side by side that have taken `length` steps each, the last one with an event."""
-    events = events or {"flag": EventConfig(history=3, eta=0.25), "high": EventConfig(3, 0.25, above=0.5)}
-    tables = make_tables(events, 64, retention)
-    replay = CompilableReplayBuffer(storage=CompilableTensorStorage(64), writer=EventTableWriter(tables), batch_size=1)
-    count = 2 * length
-    no = torch.zeros(count, 1, dtype=torch.bool)
-    flag = no.clone()
-    flag[-2:] = True
-    step = torch.arange(float(length)).repeat_interleave(2)[:, None]
-    following = {"observation": step + 1, "reward": flag.float(), "events": {"flag": flag}}
-    replay.extend(
-        TensorDict(
-            observation=step,
-            action=torch.zeros(count, dtype=torch.int64),
-            collector={"traj_ids": torch.arange(2).repeat(length)},
-            next={**following, "done": no, "terminated": no.clone(), "truncated": no.clone()},
-            batch_size=[count],
-        )
-    )
-    return replay, tables
-
-
-@pytest.mark.parametrize("retention", ["pinned", "ring"])
-def test_the_copies_that_end_episodes_report_no_event(retention):
-    replay, tables = buffer(retention)
-    assert tables.sizes() == {"default": 10, "flag": 6, "high": 6}
-    end_last_episodes(replay, 2, [0, 1])
-    assert tables.sizes() == {"default": 12, "flag": 6, "high": 8}
-    newest = replay[tables["default"].index()[-2:]]
-    assert newest["observation"].flatten().tolist() == [4.0, 4.0]
-    assert newest["collector", "traj_ids"].tolist() == [0, 1]
-    assert newest["next", "truncated"].all() and newest["next", "done"].all()
-    assert not newest["next", "events", "flag"].any() and not newest["next", "terminated"].any()
-    end_last_episodes(replay, 2, [0, 1])  # they have ended: nothing more to write
-    assert replay.write_count == 12
 
 
 def steps(trajectories):
@@ -147,7 +111,7 @@ def steps(trajectories):
 
 
 def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
-    cfg = parse_config(configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}"), dqn.Config)
+    cfg = configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}")
     replay = make_replay(cfg, torch.device("cpu"), td_error="absolute")
     sampler = replay.sampler
     assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
@@ -179,31 +143,13 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
     assert torch.stack(used).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.slow
-def test_annealed_shares_and_cagrad_compiled(tmp_path):
-    """The graph reads the values of each round: the same losses as in eager code."""
-    words = "env.events.done.eta={start: 0.05, end: 0.25}", "dqn.cagrad={start: 0.8, end: 0.2}", "sampler.min_size=1"
-    tables = eager_and_compiled(dqn.train, configuration, tmp_path, *words)
-    results = [
-        [float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "sampler/eta_done")] for table in tables
-    ]
-    assert results[0] == pytest.approx(results[1], rel=1e-3)
-
-
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
-    cfg = parse_config(configuration(*words), dqn.Config)
+    cfg = configuration(*words)
     replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
     replay.extend(steps([0, 1, 2, 3] * 2))
     with pytest.warns(UserWarning, match="num_streams="):
         replay.extend(steps([0, 1, 2, 3, 4]))
-
-
-def test_minigrid_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "minigrid", None)
-    config = EnvConfig("doorkey", "recipes.envs:DoorKey-v0", None, {"size": 5})
-    with pytest.raises(ConfigError, match="pip install minigrid"):
-        make_discrete_env(config)
 
 
 class TestCAGrad:
@@ -217,12 +163,6 @@ class TestCAGrad:
             losses.append([float(row[name]) for row in rows(run_dir)[1:] for name in ("loss", "q_sum")])
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
         assert losses[2] != pytest.approx(losses[0], rel=1e-3)
-
-    @pytest.mark.slow
-    def test_compiled(self, tmp_path):
-        tables = eager_and_compiled(dqn.train, configuration, tmp_path, "dqn.cagrad=0.5", "sampler.min_size=1")
-        results = [[float(row[name]) for row in table[1:] for name in ("loss", "q_sum")] for table in tables]
-        assert results[0] == pytest.approx(results[1], rel=1e-3)
 
 
 def test_q_columns_are_those_of_the_target_network():
@@ -243,6 +183,21 @@ def test_q_columns_are_those_of_the_target_network():
     assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
+THRESHOLDS = {  # table 2
+    "halfcheetah": ((8, 12, 16), (0.2, 0.1, 0.1)),
+    "hopper": ((2.5, 3, 3.5), (0.2, 0.1, 0.1)),
+    "walker2d": ((4, 5, 6, 7), (0.2, 0.1, 0.05, 0.05)),
+    "humanoid": ((5, 7, 10), (0.2, 0.1, 0.1)),
+}
+
+
+@pytest.mark.parametrize("env", THRESHOLDS)
+def test_presets_are_those_of_table_2(env):
+    events = composed("sac", f"env={env}").env.events.values()
+    assert (tuple(event.above for event in events), tuple(event.eta for event in events)) == THRESHOLDS[env]
+    assert {event.history for event in events} == {200}
+
+
 SHARES = {  # table 1
     "threerooms": {"at_gap": 0.2, "done": 0.3},
     "obstacles": {
@@ -258,27 +213,13 @@ SHARES = {  # table 1
 
 @pytest.mark.parametrize("env", SHARES)
 def test_presets_are_those_of_table_1(env):
-    cfg = parse_config(composed("dqn", f"env={env}", "sampler=sset_per"), dqn.Config)
+    cfg = composed("dqn", f"env={env}", "sampler=sset_per")
     assert {name: event.eta for name, event in cfg.env.events.items()} == SHARES[env]
     assert {event.history for event in cfg.env.events.values()} == {200 if env == "threerooms" else 50}
     expected = (20_000, [256], 1e-3) if env == "threerooms" else (100_000, [256, 256], 5e-4)
     assert (cfg.dqn.buffer_size, cfg.dqn.hidden_sizes, cfg.dqn.learning_rate) == expected
     assert (cfg.dqn.batch_size, cfg.dqn.tau, cfg.dqn.gamma, cfg.dqn.epsilon(50_000)) == (32, 0.01, 0.99, 0.3)
     assert cfg.sampler["priority"]["alpha"] == 0.65
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        *("threerooms", "obstacles", "skills"),
-        *(pytest.param(env, marks=needs("minigrid")) for env in ("doorkey", "lavagap")),
-    ],
-)
-def test_every_grid_world_trains(tmp_path, env):
-    words = [word for word in TINY if not word.startswith(("env=", "+env."))]
-    words += [f"env={env}", "sampler.min_size=1", "dqn.buffer_size=600", "dqn.num_evaluations=1"]
-    assert dqn.train(composed("dqn", *words, "dqn.evaluation_episodes=1"), tmp_path) == DONE
-    assert ("q_sum" in rows(tmp_path)[0]) == (env == "threerooms")
 
 
 def test_lunar_lander_conditions():
@@ -297,44 +238,3 @@ def test_lunar_lander_conditions():
     data = TensorDict(next={"observation": torch.tensor([state for state, _ in hand])}, batch_size=[len(hand)])
     assert land_between_flags(data).tolist() == [lf in events for _, events in hand]
     assert land_near_middle(data).tolist() == [lm in events for _, events in hand]
-
-
-TABLE_2 = {
-    "halfcheetah": ((8, 12, 16), (0.2, 0.1, 0.1)),
-    "hopper": ((2.5, 3, 3.5), (0.2, 0.1, 0.1)),
-    "walker2d": ((4, 5, 6, 7), (0.2, 0.1, 0.05, 0.05)),
-    "humanoid": ((5, 7, 10), (0.2, 0.1, 0.1)),
-}
-
-
-@pytest.mark.parametrize("env", TABLE_2)
-def test_mujoco_rewards_fill_the_tables_of_their_thresholds(env):
-    thresholds, shares = TABLE_2[env]
-    events = parse_config(composed("sac", f"env={env}"), sac.Config).env.events
-    assert tuple(event.above for event in events.values()) == thresholds
-    assert tuple(event.eta for event in events.values()) == shares
-    assert {event.history for event in events.values()} == {200}
-    tables = make_tables(events, 40_000, "pinned")
-    replay = CompilableReplayBuffer(
-        storage=CompilableTensorStorage(40_000), writer=EventTableWriter(tables), batch_size=1
-    )
-    # an episode per threshold of 300 steps whose last reward is just above it, and one that only reaches the first
-    for episode, top in enumerate([thresholds[0], *(threshold + 0.01 for threshold in thresholds)]):
-        reward = torch.zeros(300, 1)
-        reward[-1] = top
-        done = reward == top
-        data = TensorDict(next={"reward": reward, "done": done}, batch_size=[300])
-        data["collector", "traj_ids"] = torch.full((300,), episode)
-        replay.extend(data)
-    count = len(thresholds)
-    assert list(tables.sizes().values()) == [300 * (count + 1), *(200 * (count - i) for i in range(count))]
-
-
-@pytest.mark.parametrize("compiled", slow_but([False], [False, True]))
-def test_sac_learns_from_event_tables(tmp_path, compiled):
-    torch._dynamo.reset()
-    words = ["env=pendulum", "sampler=sset_per", "+env.events.upright={above: -4.0, history: 5, eta: 0.25}"]
-    words += [*tiny("sac", hidden_sizes="[16]"), "num_envs=2", "sampler.min_size=1", f"compile={compiled}"]
-    assert sac.train(composed("sac", *words), tmp_path) == DONE
-    last = rows(tmp_path)[-1]
-    assert np.isfinite([float(last[name]) for name in ("loss_qvalue", "sampler/size_upright")]).all()

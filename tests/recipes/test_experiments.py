@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common.csv_files import read_csv
 from recipes.experiments import cliffwalk, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 
@@ -26,6 +27,34 @@ def test_a_wrong_file_to_read_is_named_before_anything_is_written(experiment, tm
         experiment.main(["--out", str(tmp_path / "out"), "--read", str(broken)])
     assert f"--read {broken}: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["broken.csv"]
+
+
+COMMANDS = {
+    cliffwalk: (["--states", "2", "3", "--seeds", "2"], 2 * 2 * 4),
+    stylized: (["--lengths", "10", "20", "--seeds", "3"], 2 * 3 * 4),
+    sset_tabular: (["--seeds", "1"], 5),
+}
+
+
+@pytest.mark.parametrize("experiment", COMMANDS)
+def test_figures_are_drawn_again_from_the_csv_of_a_run(experiment, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sset_tabular, "STEPS", 5_000)  # a quarter of the experience
+    name = experiment.__name__.rpartition(".")[2]
+    words, count = COMMANDS[experiment]
+    out, again = tmp_path / "out", tmp_path / "again"
+    rows = experiment.main(["--out", str(out), *words])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(read_csv(out / f"{name}.csv")) == count
+    assert printed[0].split()[1:] == [str(out / f"{name}.{form}") for form in ("png", "svg", "csv")]
+    assert len(experiment.main(["--out", str(again), "--read", str(out / f"{name}.csv")])) == count
+    assert sorted(path.name for path in again.iterdir()) == [f"{name}.png", f"{name}.svg"]
+    for path in again.iterdir():
+        assert path.read_bytes() == (out / path.name).read_bytes()
+    # and the same table
+    assert capsys.readouterr().out.splitlines()[1:] == printed[1:]
+    with pytest.raises(SystemExit, match="2"):
+        experiment.main(["--out", str(tmp_path), words[0], "0"])
+    assert words[0] in capsys.readouterr().err
 
 
 def test_help_names_the_files(capsys):

@@ -96,7 +96,7 @@ def test_a_lost_environment_ends_its_episode_with_the_newest_step():
 @pytest.mark.parametrize(("recipe", "name"), [(dqn, "dqn"), (td3, "td3"), (sac, "sac")])
 @pytest.mark.parametrize("sampler", ["per", "reaper", "rank", "uniform"])
 def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, name, sampler):
-    composer = Composer(name, recipe.Config, tiny(name))
+    composer = Composer(name, tiny(name))
     batches = []
 
     class Run(recipe.Run):
@@ -121,9 +121,7 @@ def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, name, samp
 def test_targets_are_those_of_n_steps():
     """Double DQN, written out: rewards of up to n steps, then the value discounted by their number."""
     torch.manual_seed(0)
-    settings = Composer("dqn", dqn.Config, tiny("dqn")).settings(
-        "dqn.n_step=3", "dqn.gamma=0.9", "dqn.loss_function=l2"
-    )
+    settings = Composer("dqn", tiny("dqn")).settings("dqn.n_step=3", "dqn.gamma=0.9", "dqn.loss_function=l2")
     actor = QValueActor(torch.nn.Linear(1, 2), in_keys=["observation"], action_space="categorical")
     loss_module, _ = dqn.make_loss(settings, actor)
     for parameter in loss_module.target_value_network_params.values(True, True):
@@ -151,7 +149,7 @@ def test_targets_are_those_of_n_steps():
 
 
 def test_events_of_one_step_are_refused(tmp_path):
-    composer = Composer("sac", sac.Config, tiny("sac"))
+    composer = Composer("sac", tiny("sac"))
     words = ["env=halfcheetah", "sampler=sset", "sac.n_step=2"]
     with pytest.raises(Exception, match=r"sac\.n_step=2: .* of env\.events depends on the reward or"):
         sac.train(composer.configuration(*words), tmp_path)

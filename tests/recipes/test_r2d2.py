@@ -10,56 +10,18 @@ import torch
 from torchrl.data import Sequence
 
 from recipes import r2d2
-from recipes.common import run as training
-from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import VectorCollector
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentEpisodes, RecurrentNetwork
 from recipes.common.replay import end_last_episodes, make_replay
-from recipes.common.replayable_env import ReplayableEnv
 from recipes.envs import CartPolePositions
-from tests.params import slow_but
 from tests.recipes.runs import (
     TINY_R2D2,
     Composer,
-    assert_trained,
-    eager_and_compiled,
-    rows,
-    stop_after,
 )
 
 NUM_ENVS, BURN_IN, LENGTH = 4, 3, 5
 CPU = torch.device("cpu")
-composer = Composer("r2d2", r2d2.Config, TINY_R2D2)
-
-
-@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper", "recency"])
-def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert r2d2.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
-    assert_trained(tmp_path, "uniform" if sampler == "recency" else sampler, capsys.readouterr().out)
-
-
-def test_environments_with_event_flags_train(tmp_path):
-    configuration = composer.configuration("env=deepsea", "r2d2=cartpole_positions", "sampler=per")
-    assert r2d2.train(configuration, tmp_path) == DONE
-
-
-class Wide(gymnasium.ObservationWrapper):
-    """CartPole with observations in float64."""
-
-    def __init__(self):
-        super().__init__(gymnasium.make("recipes.envs:CartPolePositions-v0"))
-        self.observation_space = gymnasium.spaces.Box(-10, 10, self.env.observation_space.shape, np.float64)
-
-    def observation(self, observation):
-        return observation.astype(np.float64)
-
-
-def test_observations_in_float64(tmp_path):
-    gymnasium.register("Wide-v0", Wide)
-    try:
-        assert r2d2.train(composer.configuration("env.id=Wide-v0", "sampler=per"), tmp_path) == DONE
-    finally:
-        del gymnasium.registry["Wide-v0"]
+composer = Composer("r2d2", TINY_R2D2)
 
 
 # --- what the behaviour policy stores
@@ -83,7 +45,7 @@ class Collected:
 
     def replay(self, batch_size=16):
         words = [f"r2d2.{key}={value}" for key, value in {"batch_size": batch_size, "buffer_size": 400}.items()]
-        cfg = r2d2.parse_config(composer.configuration(*words), r2d2.Config)
+        cfg = composer.configuration(*words)
         windows = Sequence(length=LENGTH, burn_in=BURN_IN)
         replay = make_replay(cfg, CPU, td_error="absolute", windows=windows)
         replay.extend(self.data)
@@ -221,30 +183,3 @@ def test_in_columns_the_newest_steps_are_repeated_as_truncated_ones(more):
     assert torch.equal(copy["observation"], newest["observation"]) and copy["next", "done"].all()
     assert torch.equal(copy["next", "terminated"], newest["next", "terminated"])
     assert (copy["next", "truncated"] | copy["next", "terminated"]).all()
-
-
-def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert r2d2.train(composer.configuration(), tmp_path) == INTERRUPTED
-    play, number = ReplayableEnv._play, iter(range(NUM_ENVS))
-    monkeypatch.setattr(ReplayableEnv, "_play", lambda env, state: play(env, state) and next(number) != 2)
-    lengths = []
-    end = training.end_last_episodes
-
-    def spy(replay, num_envs, envs):
-        end(replay, num_envs, envs)
-        lengths.append((envs, len(replay)))
-
-    monkeypatch.setattr(training, "end_last_episodes", spy)
-    assert r2d2.train(composer.resumed(tmp_path), tmp_path) == DONE
-    assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
-    assert lengths == [([2], 52)]  # 48 steps, and one more of each environment
-    assert len(rows(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("sampler", slow_but(["per"], ["uniform", "per", "reaper"]))
-def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, sampler):
-    tables = eager_and_compiled(r2d2.train, composer.configuration, tmp_path, f"sampler={sampler}")
-    results = [[float(row["loss"]) for row in table[1:]] for table in tables]
-    assert results[0] == pytest.approx(results[1], rel=1e-4)

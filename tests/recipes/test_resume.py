@@ -7,78 +7,39 @@ from itertools import count
 import pytest
 import torch
 
-from recipes import acer, dqn, r2d2, sac, td3
-from recipes.common import run
 from recipes.common.cli import DONE, INTERRUPTED
-from recipes.common.csv_files import rewrite
-from tests.recipes.runs import TINY_R2D2, Composer, assert_same_runs, needs, rows, stop_after, tiny
-
-RECIPES = {
-    "dqn": (dqn, Composer("dqn", dqn.Config, tiny("dqn"))),
-    "sac": (sac, Composer("sac", sac.Config, tiny("sac"))),
-    "td3": (td3, Composer("td3", td3.Config, tiny("td3"))),
-    "r2d2": (r2d2, Composer("r2d2", r2d2.Config, TINY_R2D2)),
-    "acer": (
-        acer,
-        Composer(
-            "acer",
-            acer.Config,
-            [*tiny("acer", learning_starts=None, train_interval=None, gradient_steps=None, slice_len=4), "num_envs=4"],
-        ),
-    ),
-}
+from tests.recipes.runs import RECIPES, assert_same_runs, needs, rows, stop_after
 
 
 def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
-    recipe, composer = RECIPES[name]
+    train, composer = RECIPES[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir(), parts.mkdir()
     torch._dynamo.reset()
-    assert recipe.train(composer.configuration(*words), whole) == DONE
+    assert train(composer.configuration(*words), whole) == DONE
     config = composer.configuration(*words)
     for stop in stops:
         with monkeypatch.context() as patch:
             stop_after(patch, stop)
             torch._dynamo.reset()
-            assert recipe.train(config, parts) == INTERRUPTED
+            assert train(config, parts) == INTERRUPTED
         config = composer.resumed(parts)
     torch._dynamo.reset()
-    assert recipe.train(config, parts) == DONE
+    assert train(config, parts) == DONE
     assert_same_runs(whole, parts)
 
 
 def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
     """With a clock that moves by 1 whenever it is read."""
-    recipe, composer = RECIPES["dqn"]
+    train, composer = RECIPES["dqn"]
     clock = count()
     monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
-        assert recipe.train(composer.configuration(), tmp_path) == INTERRUPTED
+        assert train(composer.configuration(), tmp_path) == INTERRUPTED
     # read at the start, for an evaluation, for the checkpoint, and again
-    assert recipe.train(composer.resumed(tmp_path), tmp_path) == DONE
+    assert train(composer.resumed(tmp_path), tmp_path) == DONE
     assert [float(row["cpu_time"]) for row in rows(tmp_path)] == [1, 3, 4]
-
-
-def test_runs_of_an_earlier_version_resume_without_cpu_times(tmp_path, monkeypatch):
-    recipe, composer = RECIPES["dqn"]
-    save = run.save_checkpoint
-
-    def save_without(run_dir, *, counters, **components):
-        save(run_dir, counters={k: v for k, v in counters.items() if k != "cpu_time"}, **components)
-
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        patch.setattr(run, "save_checkpoint", save_without)
-        assert recipe.train(composer.configuration(), tmp_path) == INTERRUPTED
-    before = [{k: v for k, v in row.items() if k != "cpu_time"} for row in rows(tmp_path)]
-    rewrite(tmp_path / "progress.csv", before)
-    assert recipe.train(composer.resumed(tmp_path), tmp_path) == DONE
-    after = rows(tmp_path)
-    assert [row["env_steps"] for row in after] == ["32", "64", "96"]
-    assert [row["cpu_time"] for row in after] == ["nan"] * 3
-    assert {k: v for k, v in after[0].items() if k != "cpu_time"} == before[0]
-    assert float(after[2]["wall_time"]) > float(after[0]["wall_time"])
 
 
 EVENTS = [
@@ -108,41 +69,29 @@ def test_recipes(tmp_path, monkeypatch, name, words):
     check(monkeypatch, tmp_path, name, *words)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_envs", [1, 4])
-@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
-@pytest.mark.parametrize("name", ["dqn", "sac", "td3"])
-def test_samplers(tmp_path, monkeypatch, name, sampler, num_envs):
-    check(monkeypatch, tmp_path, name, f"sampler={sampler}", f"num_envs={num_envs}", stops=(1, 3, 1))
+SAMPLERS = ["uniform", "per", "rank", "reaper"]
+LONGER = [
+    *(
+        (name, [f"sampler={each}", f"num_envs={n}"])
+        for name in ("dqn", "sac", "td3")
+        for each in SAMPLERS
+        for n in (1, 4)
+    ),
+    *(("r2d2", [f"sampler={each}"]) for each in SAMPLERS),
+    *(("acer", [f"env={env}", f"sampler={each}"]) for env in ("cartpole", "pendulum") for each in SAMPLERS),
+    *(
+        ("dqn", [*EVENTS, f"sampler={each}", f"sampler.retention={kind}", "num_envs=4"])
+        for each in ("sset", "sset_per")
+        for kind in ("pinned", "ring")
+    ),
+    *((name, [f"sampler={each}", "num_envs=2"]) for name in ("sac", "td3") for each in ("dper", "dper_uniform")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
-def test_samplers_of_r2d2(tmp_path, monkeypatch, sampler):
-    check(monkeypatch, tmp_path, "r2d2", f"sampler={sampler}", stops=(1, 3, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["uniform", "per", "rank", "reaper"])
-@pytest.mark.parametrize("env", ["cartpole", "pendulum"])
-def test_samplers_of_acer(tmp_path, monkeypatch, env, sampler):
-    check(monkeypatch, tmp_path, "acer", f"env={env}", f"sampler={sampler}", stops=(1, 2, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_envs", [1, 4])
-@pytest.mark.parametrize("retention", ["pinned", "ring"])
-@pytest.mark.parametrize("sampler", ["sset", "sset_per"])
-def test_event_tables(tmp_path, monkeypatch, sampler, retention, num_envs):
-    words = [*EVENTS, f"sampler={sampler}", f"sampler.retention={retention}", f"num_envs={num_envs}"]
-    check(monkeypatch, tmp_path, "dqn", *words, stops=(1, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", ["dper", "dper_uniform"])
-@pytest.mark.parametrize("name", ["sac", "td3"])
-def test_actor_batches(tmp_path, monkeypatch, name, sampler):
-    check(monkeypatch, tmp_path, name, f"sampler={sampler}", "num_envs=2", stops=(3, 1))
+@pytest.mark.parametrize(("name", "words"), LONGER)
+def test_several_stops(tmp_path, monkeypatch, name, words):
+    check(monkeypatch, tmp_path, name, *words, stops=(1, 2, 1))
 
 
 @pytest.mark.slow

@@ -6,43 +6,13 @@ from tensordict import TensorDict
 from torchrl.objectives import SoftUpdate
 
 from recipes import sac
-from recipes.common.cli import DONE
 from tests.recipes.runs import (
     Composer,
     Replay,
-    assert_trained,
-    eager_and_compiled,
-    needs,
-    rows,
     tiny,
 )
 
-SAMPLERS = ["uniform", "per", "rank", "reaper"]
-composer = Composer("sac", sac.Config, tiny("sac", evaluation_episodes=2, hidden_sizes="[16, 16]"))
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, sampler):
-    assert sac.train(composer.configuration(f"sampler={sampler}"), tmp_path) == DONE
-    assert_trained(tmp_path, sampler, capsys.readouterr().out)
-    assert 0 < float(rows(tmp_path)[-1]["alpha"]) != 1.0
-
-
-@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
-@pytest.mark.parametrize(
-    "env",
-    [
-        pytest.param("lunarlander_continuous", marks=needs("Box2D")),
-        *(pytest.param(env, marks=needs("mujoco")) for env in ("halfcheetah", "hopper", "walker2d", "humanoid")),
-    ],
-)
-def test_every_environment_trains(tmp_path, monkeypatch, env):
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    words = [*composer.tiny, "sac.num_evaluations=1", "sac.evaluation_episodes=1", "num_envs=2"]
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    assert sac.train(composer.composed(f"env={env}", *words), run_dir) == DONE
-    assert [int(row["env_steps"]) for row in rows(run_dir)] == [96]
+composer = Composer("sac", tiny("sac", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 
 
 PAPER = {  # the event-table paper's table 2: target entropy, batch size, buffer size
@@ -71,7 +41,7 @@ def test_presets_make_an_update_per_step_whatever_the_number_of_environments():
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_absolute():
-    settings = sac.parse_config(composer.configuration(), sac.Config).sac
+    settings = composer.configuration().sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
     target = SoftUpdate(loss_module, tau=0.5)
@@ -104,27 +74,3 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
         whole = loss_module(data.clone())  # without weights: all of TorchRL's own
     for name in ("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"):
         torch.testing.assert_close(whole[name], even[name])
-
-
-def test_random_actions_first_then_the_policy(tmp_path, monkeypatch):
-    shares = []
-    monkeypatch.setattr(sac.EpsilonRandom, "__call__", spy(sac.EpsilonRandom.__call__, shares))
-    assert sac.train(composer.configuration("num_envs=2"), tmp_path) == DONE
-    assert shares == [1.0] * 16 + [0.0] * 32
-
-
-def spy(method, shares):
-    def call(behaviour, observations):
-        shares.append(behaviour.epsilon)
-        return method(behaviour, observations)
-
-    return call
-
-
-@pytest.mark.slow
-def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path):
-    """The same draws, and the same parameters but for rounding."""
-    names = ("return_mean", "loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy")
-    tables = eager_and_compiled(sac.train, composer.configuration, tmp_path, "sampler=per")
-    results = [[float(row[name]) for row in table[1:] for name in names] for table in tables]
-    assert results[0] == pytest.approx(results[1], rel=1e-3)

@@ -1,15 +1,7 @@
-import csv
-
 import numpy as np
 import pytest
 
 from recipes.experiments import sset_tabular
-
-
-@pytest.fixture
-def short(monkeypatch):
-    """A quarter of the experience."""
-    monkeypatch.setattr(sset_tabular, "STEPS", 5_000)
 
 
 def test_the_stream_is_that_of_the_seed():
@@ -48,17 +40,3 @@ def test_histories_speed_up_q_learning_and_events_alone_do_not():
     needed = {method: sset_tabular.steps_needed(sset_tabular.run(method, 3)) for method in methods}
     assert needed["history 60"] <= 0.65 * needed["uniform"]
     assert needed["history 1"] >= needed["uniform"]
-
-
-@pytest.mark.usefixtures("short")
-def test_command_line(tmp_path, capsys):
-    sset_tabular.main(["--out", str(tmp_path), "--seeds", "1"])
-    assert "history 60" in capsys.readouterr().out
-    with (tmp_path / "sset_tabular.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 5
-    again = tmp_path / "again"
-    assert len(sset_tabular.main(["--out", str(again), "--read", str(tmp_path / "sset_tabular.csv")])) == 5
-    assert sorted(path.name for path in again.iterdir()) == ["sset_tabular.png", "sset_tabular.svg"]
-    assert (tmp_path / "sset_tabular.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        sset_tabular.main(["--out", str(tmp_path), "--seeds", "0"])

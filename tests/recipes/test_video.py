@@ -12,20 +12,9 @@ from recipes import dqn
 from recipes.common import progress, video
 from recipes.common.cli import DONE
 from recipes.common.errors import ConfigError
-from tests.recipes.runs import Composer, rows
+from tests.recipes.runs import Composer, rows, tiny
 
-TINY = [
-    "dqn.total_steps=64",
-    "dqn.learning_starts=32",
-    "dqn.train_interval=16",
-    "dqn.gradient_steps=1",
-    "dqn.batch_size=8",
-    "dqn.buffer_size=64",
-    "dqn.num_evaluations=2",
-    "dqn.evaluation_episodes=2",
-    "env.reward_threshold=null",
-]
-composer = Composer("dqn", dqn.Config, TINY)
+composer = Composer("dqn", tiny("dqn", total_steps=64, num_evaluations=2, evaluation_episodes=2, hidden_sizes=None))
 
 
 class Backend:
@@ -74,19 +63,6 @@ def test_videos_change_nothing_else(tmp_path, backend):
     assert ("sampler/alpha", 64) in backend.scalars and ("return_mean", 32) in backend.scalars
     for _, relative, _ in backend.histograms:
         assert np.mean(relative) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    "words", [["env=threerooms", "sampler=sset", "+env.options.render_mode=null"], ["env=acrobot"]]
-)
-def test_other_worlds(tmp_path, words):
-    config = composer.configuration(*words, "video=true", "env.reward_threshold=null")
-    camera = video.Camera(dqn.parse_config(config, dqn.Config).env, tmp_path)
-    frames = camera.record(lambda seen: np.zeros(len(seen), dtype=np.int64), epsilon=1.0, seed=[1], step=7)
-    assert frames.dtype == np.uint8 and frames.shape[2] <= video.WIDTH and frames.shape[3] == 3
-    with Image.open(tmp_path / video.VIDEOS / "step_7.gif") as image:
-        assert 1 < image.n_frames <= len(frames) <= video.MAX_STEPS + 1
-    camera.close()
 
 
 def test_what_cannot_be_rendered_is_a_config_error(tmp_path, monkeypatch):

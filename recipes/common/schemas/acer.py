@@ -1,18 +1,16 @@
 """The configuration of recipes.acer."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
+from recipes.common.checked import one_of, within
 from recipes.common.config import EVENT_TABLES, LearningConfig, RunConfig
 
 # Estimates of the return: those with a critic Q, and the one without, for continuous actions only.
 WITH_Q = ("retrace", "importance_sampling")
 RETURNS = (*WITH_Q, "truncated_importance_sampling")
-# Statistics of a discrete policy that the trust region can use.
-STATISTICS = ("probs", "logits", "log_probs")
 
 
 @dataclass
@@ -53,24 +51,24 @@ class ACERConfig(LearningConfig):
 
     prefix = "acer."
 
-    slice_len: int = MISSING
-    learning_rate: float = MISSING
+    slice_len: int = within("> 0")
+    learning_rate: float = within("> 0")
     on_policy: bool = MISSING
-    replay_ratio: float = MISSING
+    replay_ratio: float = within(">= 0")
     lmbda: float = MISSING
     c: float = MISSING
     trust_region: bool = MISSING
     delta: float = MISSING
-    average: float = MISSING
-    returns: str = MISSING
+    average: float = within("[0, 1)")
+    returns: str = one_of(*RETURNS)
     entropy_coeff: float = MISSING
     critic_coeff: float = MISSING
-    max_grad_norm: float = MISSING
-    reward_scale: float = MISSING
+    max_grad_norm: float = within("> 0")
+    reward_scale: float = within("> 0")
     normalize_observations: bool = MISSING
-    statistics: str = "probs"
+    statistics: str = one_of("probs", "logits", "log_probs", default="probs")
     shared_layers: bool = False
-    sigma: float = 0.3
+    sigma: float = within("> 0", default=0.3)
     num_samples: int = 5
     value_coeff: float = 0.5
     use_q_opc: bool = True
@@ -78,21 +76,12 @@ class ACERConfig(LearningConfig):
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
-        # before train_interval, which follows from it
-        self.check("slice_len", lambda value: value > 0, "must be > 0")
         super().__post_init__()
-        self.check("learning_rate max_grad_norm reward_scale sigma", lambda value: value > 0, "must be > 0")
-        self.check("replay_ratio", lambda value: 0 <= value < math.inf, "must be >= 0")
-        self.check("average", lambda value: 0 <= value < 1, "must be in [0, 1)")
-        self.check(
-            "batch_size",
-            lambda value: value % self.slice_len == 0,
-            f"must be a multiple of acer.slice_len={self.slice_len}",
-        )
-        self.choose("statistics", STATISTICS)
-        self.choose("returns", RETURNS)
-        self.check("hidden_sizes", lambda sizes: len(sizes) > 0, "must hold at least one layer")
-        self.check("replay_ratio", lambda value: value or self.on_policy, "makes no updates with acer.on_policy=false")
+        whole = self.batch_size % self.slice_len == 0
+        self.require("batch_size", whole, f"must be a multiple of acer.slice_len={self.slice_len}")
+        self.require("hidden_sizes", len(self.hidden_sizes) > 0, "must hold at least one layer")
+        updates = self.replay_ratio > 0 or self.on_policy
+        self.require("replay_ratio", updates, "makes no updates with acer.on_policy=false")
 
     def num_updates(self) -> int:
         """Expected number of gradient updates in a whole run."""
@@ -103,20 +92,17 @@ class ACERConfig(LearningConfig):
 class Config(RunConfig):
     """The configuration in conf/acer.yaml."""
 
+    group = "acer"
     acer: ACERConfig = MISSING
 
     def __post_init__(self) -> None:
         # before that of num_envs, which would advise another interval
         steps = self.num_envs * self.acer.slice_len
-        self.acer.check("train_interval", lambda value: value == steps, f"must be num_envs · acer.slice_len = {steps}")
+        self.acer.require(
+            "train_interval", self.acer.train_interval == steps, f"must be num_envs · acer.slice_len = {steps}"
+        )
         super().__post_init__()
-
         if self.sampler["name"] in EVENT_TABLES and self.sampler.get("retention", "pinned") == "pinned":
             raise ValueError(
                 "sampler.retention=pinned: recipes.acer draws slices, so transitions must stay in their order; use ring"
             )
-
-    @property
-    def learning(self) -> ACERConfig:
-        """The hyperparameters."""
-        return self.acer

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from recipes.common.checked import within
 from recipes.common.config import RunConfig
 from recipes.common.schemas.dqn import WITH_LAP, DQNConfig
 
@@ -12,27 +13,20 @@ from recipes.common.schemas.dqn import WITH_LAP, DQNConfig
 class Config(RunConfig):
     """The configuration in conf/distributed.yaml."""
 
+    group = "dqn"
     samplers = WITH_LAP
 
     dqn: DQNConfig = MISSING
     address: str | None = MISSING
-    num_collectors: int = MISSING
-    num_shards: int = MISSING
-    prefetch: int = MISSING
+    num_collectors: int = within(">= 1")
+    num_shards: int = within(">= 1")
+    prefetch: int = within("[0, 16]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("num_collectors num_shards", lambda value: value >= 1, "must be >= 1")
-        self.check_divides("num_shards", "buffer_size")
-        self.check("prefetch", lambda value: 0 <= value <= 16, "must be in [0, 16]")
+        self.require_divides("num_shards", "buffer_size")
         way = "recipes.distributed does not support it; use recipes.dqn"
-        self.check("compile", lambda value: not value, way)
-        if self.env.atari is not None:
-            raise ValueError(f"env={self.env.name}: {way}")
-        self.dqn.check("n_step", lambda value: value == 1, way)
-        self.dqn.check("cagrad", lambda value: value is None, way)
-
-    @property
-    def learning(self) -> DQNConfig:
-        """The hyperparameters."""
-        return self.dqn
+        self.require("compile", not self.compile, way)
+        self.env.require("name", self.env.atari is None, way)
+        self.dqn.require("n_step", self.dqn.n_step == 1, way)
+        self.dqn.require("cagrad", self.dqn.cagrad is None, way)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from recipes.common.checked import Checked
+from recipes.common.checked import Checked, within
 from recipes.common.files import CHECKPOINT, CONFIG
 
 
@@ -17,22 +17,19 @@ class Config(Checked):
     read: str | None = None
     num_candidates: list[int] = MISSING
     granularity: list[str] = MISSING
-    draws: int = MISSING
-    seed: int = MISSING
-    num_threads: int = MISSING
+    draws: int = within(">= 2")
+    seed: int = within(">= 0")
+    num_threads: int = within(">= 1")
 
     def __post_init__(self) -> None:
-        for key, least in (("draws", 2), ("seed", 0), ("num_threads", 1)):
-            self.check(key, lambda value, least=least: value >= least, f"must be >= {least}")
-        self.check("num_candidates granularity", lambda value: value, "must have at least one element")
-        known = ("batch", "group", "transition")
-        self.check("granularity", lambda value: set(value) <= {*known}, f"choose {', '.join(known)}")
+        super().__post_init__()
+        self.require("num_candidates", min(self.num_candidates, default=0) > 0, "must be numbers >= 1")
+        known = {"batch", "group", "transition"}
+        valid = bool(self.granularity) and {*self.granularity} <= known
+        self.require("granularity", valid, f"choose {', '.join(sorted(known))}")
         if self.read is not None:
-            self.check("read", lambda value: Path(value).is_file(), "no such file")
+            self.require("read", Path(self.read).is_file(), "no such file")
             return
         for name in (CONFIG, CHECKPOINT):
-            self.check(
-                "run",
-                lambda value, name=name: value is not None and (Path(value) / name).is_file(),
-                f"no {name} there; pass the directory of a run of recipes.td3",
-            )
+            there = self.run is not None and Path(self.run, name).is_file()
+            self.require("run", there, f"no {name} there; pass the directory of a run of recipes.td3")

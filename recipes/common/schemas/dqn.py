@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from recipes.common.checked import one_of, within
 from recipes.common.config import EVENT_TABLES, FixedRoundsConfig, FixedRoundsRunConfig, ends
 
 WITH_LAP = (*FixedRoundsRunConfig.samplers, "lap")
@@ -27,27 +28,20 @@ class EpsilonGreedyConfig(FixedRoundsConfig):
         optimizer: name and keyword arguments, see recipes.common.optimizers. Default: Adam.
     """
 
-    learning_rate: float = MISSING
-    loss_function: str = MISSING
-    tau: float | None = MISSING
-    exploration_fraction: float = MISSING
-    initial_epsilon: float = MISSING
-    final_epsilon: float = MISSING
-    evaluation_epsilon: float = MISSING
-    max_grad_norm: float | None = MISSING
+    learning_rate: float = within("> 0")
+    loss_function: str = one_of("smooth_l1", "l2")
+    tau: float | None = within("(0, 0.5]")
+    exploration_fraction: float = within("[0, 1]")
+    initial_epsilon: float = within("[0, 1]")
+    final_epsilon: float = within("[0, 1]")
+    evaluation_epsilon: float = within("[0, 1]")
+    max_grad_norm: float | None = within("> 0")
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("learning_rate", lambda value: value > 0, "must be > 0")
-        self.check("max_grad_norm", lambda value: value is None or value > 0, "must be > 0")
-        self.check("tau", lambda value: value is None or 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.choose("loss_function", ("smooth_l1", "l2"))
-        shares = "exploration_fraction initial_epsilon final_epsilon evaluation_epsilon"
-        self.check(shares, lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        self.check(
-            "final_epsilon", lambda value: value <= self.initial_epsilon, f"must be <= {self.prefix}initial_epsilon"
-        )
+        falls = self.final_epsilon <= self.initial_epsilon
+        self.require("final_epsilon", falls, f"must be <= {self.prefix}initial_epsilon")
 
     def epsilon(self, step: int) -> float:
         """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
@@ -76,22 +70,17 @@ class DQNConfig(EpsilonGreedyConfig):
 
     prefix = "dqn."
 
-    target_update_interval: int | None = MISSING
+    target_update_interval: int | None = within("> 0")
     cagrad: Any = MISSING
     log_q_mean: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("target_update_interval", lambda value: value is None or value > 0, "must be > 0")
         if self.cagrad is not None:
-            valid = all(0 <= end < 1 for end in ends("dqn.cagrad", self.cagrad))
-            self.check("cagrad", lambda _: valid, "must be in [0, 1)")
+            self.require("cagrad", all(0 <= end < 1 for end in ends("dqn.cagrad", self.cagrad)), "must be in [0, 1)")
         interval = self.target_update_interval
-        self.check(
-            "tau",
-            lambda value: (value is None) != (interval is None),
-            f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null",
-        )
+        one = f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null"
+        self.require("tau", (self.tau is None) != (interval is None), one)
 
     def cagrad_after(self, updates: int) -> float:
         """The c of CAGrad after so many updates of the run."""
@@ -108,18 +97,14 @@ class DQNConfig(EpsilonGreedyConfig):
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/dqn.yaml."""
 
+    group = "dqn"
     samplers = WITH_LAP
 
     dqn: DQNConfig = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_tables = self.sampler["name"] in EVENT_TABLES
-        self.dqn.check("cagrad", lambda value: value is None or has_tables, "needs sampler=sset or sset_per")
-        few = len(self.env.events) < MOST_GRADIENTS
-        self.dqn.check("cagrad", lambda value: value is None or few, f"supports at most {MOST_GRADIENTS - 1} events")
-
-    @property
-    def learning(self) -> DQNConfig:
-        """The hyperparameters."""
-        return self.dqn
+        if self.dqn.cagrad is not None:
+            self.dqn.require("cagrad", self.sampler["name"] in EVENT_TABLES, "needs sampler=sset or sset_per")
+            few = len(self.env.events) < MOST_GRADIENTS
+            self.dqn.require("cagrad", few, f"supports at most {MOST_GRADIENTS - 1} events")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from recipes.common.checked import within
 from recipes.common.config import PLAIN, FixedRoundsRunConfig
 from recipes.common.schemas.dqn import EpsilonGreedyConfig
 
@@ -25,34 +26,27 @@ class R2D2Config(EpsilonGreedyConfig):
 
     prefix = "r2d2."
 
-    burn_in: int = MISSING
-    sequence_length: int = MISSING
-    target_steps: int = MISSING
-    units: int = MISSING
-    eta: float = MISSING
+    burn_in: int = within(">= 0")
+    sequence_length: int = within("> 0")
+    target_steps: int = within("> 0")
+    units: int = within("> 0")
+    eta: float = within("[0, 1]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("burn_in", lambda value: value >= 0, "must be >= 0")
-        self.check("sequence_length target_steps units", lambda value: value > 0, "must be > 0")
-        self.check("eta", lambda value: 0 <= value <= 1, "must be in [0, 1]")
-        self.check("n_step", lambda value: value == 1, "must be 1; use r2d2.target_steps, which apply inside windows")
-        self.check("tau", lambda value: value is not None, "must be in (0, 0.5]")
+        self.require("n_step", self.n_step == 1, "must be 1; use r2d2.target_steps, which apply inside windows")
+        self.require("tau", self.tau is not None, "must be in (0, 0.5]")
 
 
 @dataclass
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/r2d2.yaml."""
 
+    group = "r2d2"
     samplers = PLAIN  # event tables need a flat buffer
 
     r2d2: R2D2Config = MISSING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_divides("num_envs", "buffer_size")
-
-    @property
-    def learning(self) -> R2D2Config:
-        """The hyperparameters."""
-        return self.r2d2
+        self.require_divides("num_envs", "buffer_size")

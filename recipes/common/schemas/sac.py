@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from recipes.common.checked import within
 from recipes.common.config import DECOUPLED, FixedRoundsConfig, FixedRoundsRunConfig
 
 
@@ -22,29 +23,19 @@ class SACConfig(FixedRoundsConfig):
 
     prefix = "sac."
 
-    actor_learning_rate: float = MISSING
-    critic_learning_rate: float = MISSING
-    alpha_learning_rate: float = MISSING
-    initial_alpha: float = MISSING
+    actor_learning_rate: float = within("> 0")
+    critic_learning_rate: float = within("> 0")
+    alpha_learning_rate: float = within("> 0")
+    initial_alpha: float = within("> 0")
     target_entropy: float = MISSING
-    tau: float = MISSING
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rates = "actor_learning_rate critic_learning_rate alpha_learning_rate initial_alpha"
-        self.check(rates, lambda value: value > 0, "must be > 0")
-        self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
+    tau: float = within("(0, 0.5]")
 
 
 @dataclass
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/sac.yaml."""
 
+    group = "sac"
     samplers = (*FixedRoundsRunConfig.samplers, *DECOUPLED)
 
     sac: SACConfig = MISSING
-
-    @property
-    def learning(self) -> SACConfig:
-        """The hyperparameters."""
-        return self.sac

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from recipes.common.checked import Checked
+from recipes.common.checked import Checked, one_of, within
 from recipes.common.config import RECIPES
+from recipes.common.errors import did_you_mean
 
 
 @dataclass
@@ -31,25 +32,24 @@ class StudyConfig(Checked):
     prefix = "study."
 
     name: str = MISSING
-    recipe: str = MISSING
+    recipe: str = one_of(*RECIPES)
     envs: list[str] = MISSING
     variants: dict[str, list[str]] = MISSING
     fixed: list[str] = field(default_factory=list)
-    seeds: int = MISSING
-    first_seed: int = 0
+    seeds: int = within(">= 1")
+    first_seed: int = within(">= 0", default=0)
     baseline: str = MISSING
     column: str = "return_mean"
     also: list[str] = field(default_factory=list)
     least: float | None = None
-    in_a_row: int = 1
+    in_a_row: int = within(">= 1", default=1)
     claims: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.check("seeds in_a_row", lambda value: value >= 1, "must be >= 1")
-        self.check("first_seed", lambda value: value >= 0, "must be >= 0")
-        self.check("envs", lambda value: value, "must have at least one environment")
-        self.choose("recipe", RECIPES)
-        self.choose("baseline", self.variants)
+        super().__post_init__()
+        self.require("envs", bool(self.envs), "must have at least one environment")
+        hint = did_you_mean(self.baseline, self.variants)
+        self.require("baseline", self.baseline in self.variants, f"choose {', '.join(self.variants)}{hint}")
 
 
 @dataclass
@@ -57,9 +57,6 @@ class Config(Checked):
     """The configuration in conf/study.yaml."""
 
     study: StudyConfig = MISSING
-    seeds: int | None = None
-    workers: int | None = None
+    seeds: int | None = within(">= 1", default=None)
+    workers: int | None = within(">= 1", default=None)
     out: str = MISSING
-
-    def __post_init__(self) -> None:
-        self.check("seeds workers", lambda value: value is None or value >= 1, "must be >= 1")

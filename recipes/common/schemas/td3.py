@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
+from recipes.common.checked import one_of, within
 from recipes.common.config import DECOUPLED, FixedRoundsConfig, FixedRoundsRunConfig
 
 # θ of the exploration noise; 0.15 is from the DDPG paper (Lillicrap et al. 2016).
@@ -28,35 +29,27 @@ class TD3Config(FixedRoundsConfig):
 
     prefix = "td3."
 
-    actor_learning_rate: float = MISSING
-    critic_learning_rate: float = MISSING
-    tau: float = MISSING
-    policy_delay: int = MISSING
-    policy_noise: float = MISSING
-    noise_clip: float = MISSING
-    noise: str = MISSING
-    exploration_noise: float = MISSING
-    loss_function: str = "l2"
+    actor_learning_rate: float = within("> 0")
+    critic_learning_rate: float = within("> 0")
+    tau: float = within("(0, 0.5]")
+    policy_delay: int = within("> 0")
+    policy_noise: float = within(">= 0")
+    noise_clip: float = within(">= 0")
+    noise: str = one_of(*THETA)
+    exploration_noise: float = within(">= 0")
+    loss_function: str = one_of("l2", "smooth_l1", default="l2")
 
     def __post_init__(self) -> None:
-        self.check("policy_delay", lambda value: value > 0, "must be > 0")
         super().__post_init__()
-        self.check("actor_learning_rate critic_learning_rate", lambda value: value > 0, "must be > 0")
-        self.check("tau", lambda value: 0 < value <= 0.5, "must be in (0, 0.5]")
-        self.check("policy_noise noise_clip exploration_noise", lambda value: value >= 0, "must be >= 0")
-        self.choose("loss_function", ("l2", "smooth_l1"))
-        self.choose("noise", THETA)
-        self.check(
-            "gradient_steps",
-            lambda value: value % self.policy_delay == 0,
-            f"must be a multiple of td3.policy_delay={self.policy_delay}",
-        )
+        whole = self.gradient_steps % self.policy_delay == 0
+        self.require("gradient_steps", whole, f"must be a multiple of td3.policy_delay={self.policy_delay}")
 
 
 @dataclass
 class Config(FixedRoundsRunConfig):
     """The configuration in conf/td3.yaml."""
 
+    group = "td3"
     samplers = (*FixedRoundsRunConfig.samplers, "lap", *DECOUPLED)
 
     td3: TD3Config = MISSING
@@ -64,11 +57,5 @@ class Config(FixedRoundsRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         delay = self.td3.policy_delay
-        self.check(
-            "updates_per_graph", lambda value: value % delay == 0, f"must be a multiple of td3.policy_delay={delay}"
-        )
-
-    @property
-    def learning(self) -> TD3Config:
-        """The hyperparameters."""
-        return self.td3
+        whole = self.updates_per_graph % delay == 0
+        self.require("updates_per_graph", whole, f"must be a multiple of td3.policy_delay={delay}")

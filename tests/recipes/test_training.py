@@ -1,0 +1,107 @@
+"""What all training recipes have in common: their runs, environments, samplers and compiled updates."""
+
+import importlib.util
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.common.cli import DONE, schema_of
+from recipes.common.config import DECOUPLED, EVENT_TABLES
+from recipes.common.hints import environments
+from tests.recipes.runs import RECIPES, eager_and_compiled, rows
+
+PACKAGES = {
+    "minatar": "minatar",
+    "minigrid": "doorkey lavagap",
+    "Box2D": "lunarlander lunarlander_continuous bipedalwalker",
+    "mujoco": "ant halfcheetah hopper humanoid invertedpendulum walker2d",
+}
+
+
+def installed(env):
+    modules = [module for module, envs in PACKAGES.items() if env in envs.split() or env.startswith(module)]
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def samplers(name):
+    return [sampler for sampler in schema_of(name).samplers if sampler not in (*EVENT_TABLES, *DECOUPLED)]
+
+
+@pytest.mark.parametrize(("name", "sampler"), [(name, sampler) for name in RECIPES for sampler in samplers(name)])
+def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, name, sampler):
+    train, composer = RECIPES[name]
+    huber = [f"{name}.loss_function=smooth_l1"] * (sampler == "lap")
+    assert train(composer.configuration(f"sampler={sampler}", *huber), tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
+    if name != "acer":  # its numbers of updates are random, and its sampler that of slices
+        assert [int(row["updates"]) for row in table] == [0, 4, 8]
+        assert any(key.startswith("sampler/") for key in table[0]) == (sampler not in ("uniform", "recency"))
+    # no episode of training may have ended
+    assert all(np.isfinite(float(value)) for key, value in table[-1].items() if key != "training_return")
+    for row in table:
+        returns = [float(value) for key, value in row.items() if key[7:].isdecimal()]
+        assert float(row["return_mean"]) == pytest.approx(np.mean(returns))
+    files = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    best, last = max(float(row["return_mean"]) for row in table), float(table[-1]["return_mean"])
+    printed = f"96 steps | best return {best:g}, last {last:g} | files in {tmp_path}"
+    assert capsys.readouterr().out.splitlines()[-1] == printed
+
+
+@pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "env"), [(name, env) for name in RECIPES for env in environments(name) if env != "atari"]
+)
+def test_every_environment_trains(tmp_path, monkeypatch, name, env):
+    if not installed(env):
+        pytest.skip("needs an extra package")
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
+    train, composer = RECIPES[name]
+    words = [f"{name}.num_evaluations=1", f"{name}.evaluation_episodes=1", "num_envs=2"]
+    assert train(composer.configuration(f"env={env}", *words), tmp_path / "run") == DONE
+    (row,) = rows(tmp_path / "run")
+    assert row["env_steps"] == "96" and ("q_sum" in row) == (env in ("threerooms", "tworooms"))
+
+
+@pytest.mark.parametrize("name", ["td3", "sac"])
+def test_random_actions_come_first(tmp_path, monkeypatch, name):
+    train, composer = RECIPES[name]
+    module = importlib.import_module(f"recipes.{name}")
+    shares, act = [], module.EpsilonRandom.__call__
+    monkeypatch.setattr(
+        module.EpsilonRandom, "__call__", lambda self, observed: shares.append(self.epsilon) or act(self, observed)
+    )
+    assert train(composer.configuration("num_envs=2"), tmp_path) == DONE
+    assert shares == [1.0] * 16 + [0.0] * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "words"),
+    [
+        ("dqn", "inductor", ["sampler=per"]),
+        ("r2d2", "aot_eager", ["sampler=per"]),
+        # two updates of the critics and one of the actor
+        ("td3", "aot_eager", ["sampler=per"]),
+        # the numbers of replayed updates are random
+        ("acer", "aot_eager", ["acer.replay_ratio=0"]),
+        pytest.param("td3", "inductor", ["sampler=per"], marks=pytest.mark.slow),
+        pytest.param("sac", "inductor", ["sampler=per"], marks=pytest.mark.slow),
+        pytest.param("dqn", "inductor", ["sampler=reaper"], marks=pytest.mark.slow),
+        pytest.param("r2d2", "inductor", ["sampler=per"], marks=pytest.mark.slow),
+        pytest.param("acer", "inductor", ["acer.replay_ratio=0"], marks=pytest.mark.slow),
+        pytest.param("acer", "inductor", ["env=pendulum", "acer.replay_ratio=0"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatch, name, backend, words):
+    """The same draws, and the same parameters but for rounding."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    train, composer = RECIPES[name]
+    tables = eager_and_compiled(train, composer.configuration, tmp_path, *words)
+    results = [
+        [float(value) for row in table[1:] for key, value in row.items() if key.startswith("loss")] for table in tables
+    ]
+    assert results[0] and results[0] == pytest.approx(results[1], rel=2e-3, abs=1e-6)
