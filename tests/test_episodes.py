@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 
 @dataclass
@@ -75,8 +76,8 @@ class IndexWithModel:
         self.cursor = (slots[-1] + 1) % self.size
         self.index.write(
             torch.tensor(slots),
-            torch.tensor([mass]),
-            torch.tensor([self.clock]),
+            torch.tensor([mass / UNIT], dtype=torch.float64),
+            torch.tensor([self.clock - 1]),
             EpisodeMarks(
                 ended=torch.tensor([row.ended for row in rows]),
                 trajectory=torch.tensor(trajectory) if self.assigned else None,
@@ -333,8 +334,8 @@ def test_more_trajectories_than_lanes(lanes, before):
         no = never[: len(trajectory)]
         index.write(
             torch.arange(start, start + len(trajectory)),
-            torch.tensor([1]),
-            torch.tensor([clock]),
+            torch.tensor([1 / UNIT], dtype=torch.float64),
+            torch.tensor([clock - 1]),
             EpisodeMarks(ended=no, trajectory=torch.tensor(trajectory)),
             finished=no,
         )

@@ -16,7 +16,7 @@ from tests.chi_square import p_value
 from tests.emulated_device import EmulatedDevice
 from tests.stacks import StackedStreams
 from tests.test_flat_cost import code_of, large_steps
-from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step
+from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step, kernels
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import OpenEpisodes, Rows
 from torchrl_replay_ext.core.frame_pool import FramePool
@@ -47,13 +47,15 @@ def run(request, monkeypatch):
 
     def run(function, *arguments):
         with monkeypatch.context() as patch:
+            if request.param == "python":
+                prefix = f"{kernels.__name__}."
+                for loops in [each for name, each in sys.modules.items() if name.startswith(prefix)]:
+                    for part, compiled in [*vars(loops).items()]:
+                        patch.setattr(loops, part, getattr(compiled, "py_func", compiled))
             for kernel in KERNELS:
                 module, name = kernel._name.split(".")
                 if request.param == "python":
-                    loops = import_module(f"torchrl_replay_ext.kernels.{module}")
-                    for part, compiled in [*vars(loops).items()]:
-                        patch.setattr(loops, part, getattr(compiled, "py_func", compiled))
-                    patch.setattr(kernel, "_loop", getattr(loops, name))
+                    patch.setattr(kernel, "_loop", getattr(sys.modules[f"{kernels.__name__}.{module}"], name))
                 else:
                     way = {"operation": "_operation", "cuda": "_on_cuda"}[request.param]
 
@@ -386,7 +388,7 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
         updated, mass = torch.randint(-2, size + 2, (9,)), torch.randint(0, 2**30, (9,))
         for each, call in ((index, plainly), (other, run)):
             now = torch.tensor([number])
-            call(each.write, slots, torch.tensor([number * 2**20]), now, marks, finished)
+            call(each.write, slots, torch.tensor([number / 8], dtype=torch.float64), now - 1, marks, finished)
             call(each.update, updated, mass, now if number % 3 else None)
             if number == 7:
                 call(each.remove, (slots[-1] + torch.arange(1, 1 + lanes)) % size)
@@ -429,14 +431,14 @@ def test_all_implementations_refuse_the_same_trajectories(run):
     index = EpisodeIndex(30, 2, assigned=True)
     no = torch.zeros(6, dtype=torch.bool)
     before = copy.deepcopy(index.tensors())
-    one = torch.ones(1, dtype=torch.int64)
-    write = partial(index.write, torch.arange(6), one, one, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
+    one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    write = partial(index.write, torch.arange(6), one, zero, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
     with pytest.raises(ValueError, match=r"trajectory 1 continues .* num_streams=2"):
         run(write)
     assert_same_tensors(before, index.tensors())
     marks = EpisodeMarks(no[:3], torch.tensor([0, 1, 2]))
     with pytest.warns(UserWarning, match="is closed at its last stored step"):
-        run(index.write, torch.arange(3), one, one, marks, no[:3])
+        run(index.write, torch.arange(3), one, zero, marks, no[:3])
     assert int(index.lanes.interrupted) == 1
     index.check_valid()
 
@@ -455,7 +457,7 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
                     tensor.copy_(torch.randint(-most, most, tensor.shape))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
-        run(episodes.write, slots, torch.tensor([5]), torch.tensor([1]), marks, marks.ended)
+        run(episodes.write, slots, torch.rand(1, dtype=torch.float64), torch.tensor([1]), marks, marks.ended)
         run(slices.write, slots, marks)
         run(episodes.update, slots, slots.abs(), torch.tensor([2]))
         run(episodes.remove, slots)
@@ -477,7 +479,7 @@ def some_episodes(assigned=False, lanes=1, size=300):
         ended = (12 * number + step) % (9 + stream) == 0
         trajectory = (12 * number + step - 1) // (9 + stream) * lanes + stream if assigned else None
         marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
-        index.write(slots, torch.tensor([2**23]), torch.tensor([number]), marks, finished=ended)
+        index.write(slots, torch.ones(1, dtype=torch.float64), torch.tensor([number - 1]), marks, finished=ended)
         generation[slots] = number
         index.update(
             slots[::3], torch.randint(0, 2**24, slots[::3].shape), torch.tensor([number]) if number % 4 else None

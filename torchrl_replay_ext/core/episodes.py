@@ -146,8 +146,8 @@ class EpisodeIndex:
     def write(
         self,
         slots: Tensor,
-        mass: Array,
-        write_number: Array,
+        d: Tensor,
+        num_writes: Tensor,
         marks: EpisodeMarks,
         finished: Tensor,
     ) -> None:
@@ -155,15 +155,15 @@ class EpisodeIndex:
 
         Args:
             slots: int64 [n], distinct.
-            mass: the mass of each new transition, int64 with one element.
-            write_number: number of this write, int64 with one element, larger than the numbers of earlier writes.
+            d: the priority of each new transition, float64 [1]; its mass is that of :meth:`SumTree.to_mass`.
+            num_writes: number of the write before this one, int64 [1].
             marks: the ends and beginnings of episodes, and the trajectory ids.
             finished: bool [n]; where an episode ends, whether reliability treats it as finished.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        rows = finished, mass, write_number
+        rows = finished, d, num_writes
         self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
 
     def positions(self, slots: Tensor) -> Tensor:

@@ -131,10 +131,6 @@ class WriteLog:
         """Count a draw of ``slots`` [n], whose updates are expected; rows of slot -1 are not counted."""
         self.drawn(slots, None, None, None, is_counted=True, is_stamped=False)
 
-    def next_number(self) -> Array:
-        """The number of the next write, int64 [1]."""
-        return self.views()[1] + 1
-
     def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
         """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.
 

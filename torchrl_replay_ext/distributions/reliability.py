@@ -62,7 +62,7 @@ class Reliability(WriteObserver):
             # the position of the transition in its episode does not change
             self._episodes.update(slots, SumTree.to_mass(as_array(priority)), None)
             return
-        self._episodes.write(slots, SumTree.to_mass(as_array(priority)), self._log.next_number(), marks, finished)
+        self._episodes.write(slots, priority, self._log.num_writes, marks, finished)
 
     def remove(self, slots: Tensor) -> None:
         self._episodes.remove(slots)

@@ -9,12 +9,14 @@ Slots out of range are skipped. Loops stay in range whatever the arrays hold.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from torchrl_replay_ext.kernels.lanes import assign
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
-from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
+from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS, UNIT
 
 _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
 
@@ -92,12 +94,12 @@ def _stop(lane, memory, arrays):
 @loop
 def write(
     lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins,
-    finished, mass, number, lane_episode, lane_next, count, free_records, free_pages, *arrays,
+    finished, d, num_writes, lane_episode, lane_next, count, free_records, free_pages, *arrays,
 ):  # fmt: skip
-    """Write new transitions with the same ``mass`` [1] to ``slots`` [n], in order; they replace what was there.
+    """Write new transitions with the same priority ``d`` [1] to ``slots`` [n], in order; they replace what was there.
 
     The arguments up to ``begins`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. An episode that
-    ended is ``finished`` [n] for reliability; ``number`` [1] is the number of the write.
+    ended is ``finished`` [n] for reliability; ``num_writes`` [1] is the number of writes before this one.
     """
     if not assign(
         lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
@@ -106,7 +108,7 @@ def write(
     memory = lane_episode, lane_next, count, free_records, free_pages
     leaves, nodes, pages, capacity, position_of, _, span, lane_total = arrays[:8]
     episode, start_of, is_finished, updated_at, totals, maxima = arrays[8:]
-    none = start_of.shape[0] - 1
+    none, mass = start_of.shape[0] - 1, np.int64(math.ceil(d[0] * UNIT))
     for row in range(slots.shape[0]):
         slot, lane = slots[row], lane_of[row]
         if slot < 0 or slot >= episode.shape[0] or lane < 0 or lane >= lane_episode.shape[0]:
@@ -125,14 +127,14 @@ def write(
             lane_episode[lane], start_of[record] = record, position
             count[record], totals[record], updated_at[record], is_finished[record] = 0, 0, 0, False
         record = min(max(lane_episode[lane], 0), none - 1)
-        put(leaves, nodes, pages, capacity, position, mass[0])
-        totals[record] += mass[0]
-        lane_total[lane] += mass[0]
+        put(leaves, nodes, pages, capacity, position, mass)
+        totals[record] += mass
+        lane_total[lane] += mass
         count[record] += 1
         episode[slot] = record
         refresh_maximum(totals, maxima, none + 1, record)
         if ended[row]:
-            is_finished[record], updated_at[record] = finished[row], number[0]
+            is_finished[record], updated_at[record] = finished[row], num_writes[0] + 1
             lane_episode[lane] = none
 
 

@@ -96,13 +96,16 @@ class Views:
     """
 
     def __init__(self, *parts: Tensor | float):
-        self._parts, self._tensors = [*parts], [each for each in parts if isinstance(each, Tensor)]
-        self._addresses: list[int] = []
+        tensors = [each for each in parts if isinstance(each, Tensor)]
+        self._parts, self._is_cpu = [*parts], tensors[0].is_cpu
+        # empty tensors have no memory that could move
+        self._tensors = [each for each in tensors if each.numel()]
+        self._addresses: list[int] | None = None
         self._arrays: list[Any] = []
 
     def __call__(self) -> list[Any]:
         """The parts, tensors perhaps as arrays."""
-        if torch.compiler.is_dynamo_compiling() or not self._tensors[0].is_cpu:
+        if torch.compiler.is_dynamo_compiling() or not self._is_cpu:
             return self._parts
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
@@ -111,19 +114,19 @@ class Views:
         return self._arrays
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_addresses": [], "_arrays": []}
+        return {**vars(self), "_addresses": None, "_arrays": []}
 
 
 def empty(like: Any, count: int, dtype: torch.dtype) -> Any:
     """Uninitialized numbers [count], an array if ``like`` is one, else a tensor on the device of ``like``."""
-    if isinstance(like, np.ndarray):
+    if type(like) is np.ndarray:
         return np.empty(count, _NUMPY[dtype])
     return torch.empty(count, dtype=dtype, device=like.device)
 
 
 def as_tensor(numbers: Any) -> Tensor:
     """A tensor with the memory of an array; a tensor itself."""
-    return torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
+    return torch.from_numpy(numbers) if type(numbers) is np.ndarray else numbers
 
 
 _TREE = "Tensor leaves, Tensor nodes, Tensor pages, int capacity, "
@@ -198,7 +201,9 @@ _ASSIGNED = (
     "Tensor initial, bool is_assigned, int strictness, Tensor(v!) lane_of, Tensor(w!) begins, "
 )
 
-episodes_write = Kernel("episodes.write", _ASSIGNED + "Tensor finished, Tensor mass, Tensor number, " + _MEMORY + _SUMS)
+episodes_write = Kernel(
+    "episodes.write", _ASSIGNED + "Tensor finished, Tensor d, Tensor num_writes, " + _MEMORY + _SUMS
+)
 episodes_remove = Kernel("episodes.remove", "Tensor slots, bool stops, " + _MEMORY + _SUMS)
 episodes_update = Kernel("episodes.update", "Tensor slots, Tensor mass, Tensor number, " + _SUMS)
 

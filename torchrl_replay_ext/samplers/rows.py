@@ -61,7 +61,9 @@ class StoredRows:
             raise ValueError(
                 f"{self.owner}: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is needed."
             )
-        return column.reshape(-1).index_select(0, self.slots)
+        flat = column.reshape(-1)
+        # a slice takes a third of the time
+        return flat[self.slots_as_index] if isinstance(self.slots_as_index, slice) else flat.index_select(0, self.slots)
 
     def require(self, key: NestedKey, why: str) -> None:
         """Raise KeyError if an entry is missing."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.tree import _levels, _num_pages, jit, place_of
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS, UNIT
 
 _BITS, _CHILDREN = tl.constexpr(BITS), tl.constexpr(CHILDREN)
 _PAGE_BITS, _LAST_OF_PAGE = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
@@ -274,7 +275,7 @@ def _shapes(leaves: Tensor, capacity: int, position_of: Tensor, start_of: Tensor
 def write(
     lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
     initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
-    finished: Tensor, mass: Tensor, number: Tensor,
+    finished: Tensor, d: Tensor, num_writes: Tensor,
     lane_episode: Tensor, lane_next: Tensor, count: Tensor, free_records: Tensor, free_pages: Tensor,
     leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, position_of: Tensor, num_lanes: int, span: int,
     lane_total: Tensor, episode: Tensor, start_of: Tensor, is_finished: Tensor, updated_at: Tensor, totals: Tensor,
@@ -285,7 +286,7 @@ def write(
     if not assign(lanes, interrupted, result, *rows, is_assigned, strictness, lane_of, begins):
         return
     _write[(1,)](
-        slots, lane_of, begins, ended, finished, mass, number, len(slots),
+        slots, lane_of, begins, ended, finished, d.mul(UNIT).ceil_().to(torch.int64), num_writes + 1, len(slots),
         lane_episode, lane_next, count, free_records, free_pages, len(free_pages) - 1, leaves, nodes, len(nodes), pages,
         capacity=capacity, position_of=position_of, num_lanes=num_lanes, span=span, lane_total=lane_total,
         episode=episode, size=len(episode), start_of=start_of, is_finished=is_finished, updated_at=updated_at,
