@@ -109,13 +109,12 @@ class Hyperparameter:
         return self._state.tolist()[0] if values_can_be_read(self._state) else self.value
 
     def step(self) -> None:
-        """Count one update and set the value that the schedule has after it."""
-        if self.annealed:
-            _, count, *schedule = self._state.split(1)
-            start, end, num_updates = schedule
-            value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
-            self._state.copy_(torch.cat([value, count + 1, *schedule]))
-            self._publish()
+        """Count one update of a schedule and set the value that it has after it."""
+        _, count, *schedule = self._state.split(1)
+        start, end, num_updates = schedule
+        value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
+        self._state.copy_(torch.cat([value, count + 1, *schedule]))
+        self._publish()
 
     def _publish(self) -> None:
         """Copy a value that the host keeps to the device."""
@@ -124,7 +123,7 @@ class Hyperparameter:
 
     def just_ended(self) -> bool:
         """Whether the latest update was the last one of the schedule."""
-        return self.annealed and self._state[1].item() == self._state[4].item()
+        return self._state[1].item() == self._state[4].item()
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are changed in place."""

@@ -74,10 +74,9 @@ class Priorities:
             self._set_bits(slots, torch.zeros_like(slots))
 
     def recount(self, slots: Tensor) -> None:
-        """Update the largest priority within the buffer after d of ``slots`` [n] has changed; -1 is skipped."""
-        if self._updated is not None:
-            slots = slots.clamp_min(0)
-            self._set_bits(slots, self._bits(gather_in_bounds(self.of_slot, slots)))
+        """Update the largest priority ``within_buffer`` after d of ``slots`` [n] has changed; -1 is skipped."""
+        slots = slots.clamp_min(0)
+        self._set_bits(slots, self._bits(gather_in_bounds(self.of_slot, slots)))
 
     def _set_bits(self, slots: Tensor, bits: Tensor) -> None:
         assert self._updated is not None

@@ -278,7 +278,7 @@ class EventTableMixture(Distribution):
         return Draw(slots, extras=extras)
 
     def count_batch(self) -> None:
-        if self._beta is not None and not self.takes_priorities:
+        if self._beta is not None and self._beta.annealed and not self.takes_priorities:
             self._beta.step()
         self._shares.step()
 

@@ -331,7 +331,8 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
-        return to_device(flat_slots(self.owner, index, self.layout), self.layout.device)
+        slots = flat_slots(self.owner, index, self.layout)
+        return slots if slots.device == self.layout.device else to_device(slots, self.layout.device)
 
     # --- priorities
 

@@ -76,6 +76,7 @@ class SlotState:
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         # all parts that are updated at each write; observers first, since they may reject rows
         self._parts: list[WriteObserver] = [self.distribution]
+        self._needs_order = self.distribution.needs_order
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()
@@ -90,13 +91,10 @@ class SlotState:
         """Further state that is updated at each write."""
         return self._parts[:-1]
 
-    @property
-    def _needs_order(self) -> bool:
-        return any(part.needs_order for part in self._parts)
-
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""
         self._parts.insert(len(self._parts) - 1, make(self.log))
+        self._needs_order = any(part.needs_order for part in self._parts)
 
     def hyperparameters_changed(self) -> None:
         """Called after hyperparameters were changed."""
@@ -271,7 +269,8 @@ class SlotState:
     def _forget(self, slots: Tensor) -> None:
         rows_record(*self._views(), slots.contiguous(), False)
         self.log.announce(None)
-        self.priorities.recount(slots)
+        if self.priorities.within_buffer:
+            self.priorities.recount(slots)
 
     def discard(self, slots: Tensor) -> None:
         """Mark those of ``slots`` [n], in the order of a failed write, as empty that hold a transition."""

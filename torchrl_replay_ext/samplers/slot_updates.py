@@ -14,7 +14,7 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.distributions.protocol import Distribution
-from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_update
+from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
@@ -102,39 +102,31 @@ class SlotUpdates:
         in_graph = is_traced()
         refuses = not in_graph and (self._layout.validate or slots.is_cpu)
         is_own = stamp is None and not in_graph and self._log.is_last_write(index, slots)
-        real = None
+        *state, nothing = self._views()
+        real, count = nothing, slots.shape[0]
         if stamp is None and self._padded and not in_graph and not is_own:
             real = self._real_rows(slots)
-        rows = slots.contiguous(), error.contiguous(), None if stamp is None else stamp.reshape(-1).contiguous(), real
-        if in_graph:
-            self._update(*rows, refuses=refuses, is_own=is_own)
-        else:
-            reason, row = self._update(*rows, refuses=refuses, is_own=is_own)
+            real = nothing if real is None else real
+        stamp = nothing if stamp is None else stamp.reshape(-1).contiguous()
+        kept, d = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
+        result = empty(nothing, 2, torch.int64)
+        rows = slots.contiguous(), error.contiguous(), stamp, real
+        # a graph has draws only where they are stamped
+        rows_update(*state, *rows, not in_graph, refuses, is_own, kept, d, result)
+        if refuses:
+            reason, count = result.tolist()
             if reason:
-                raise self._refusal(reason, slots, error, row)
+                raise self._refusal(reason, slots, error, row=count)
+        if not isinstance(kept, Tensor):
+            # on the CPU, the rows that are kept come first
+            kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])
+        if count:
+            if self._priorities.within_buffer:
+                self._priorities.recount(kept)
+            self._distribution.update(kept, d)
+        if not in_graph:
             self._log.announce(None)
         self.step()
-
-    def _update(
-        self, slots: Tensor, error: Tensor, stamp: Tensor | None, real: Tensor | None, *, refuses: bool, is_own: bool
-    ) -> list[int]:
-        """Update the priorities and the distribution; why the update is refused, or 0, and the row."""
-        *state, nothing = self._views()
-        count = slots.shape[0]
-        kept, priority = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
-        result = empty(nothing, 2, torch.int64)
-        stamp, real = nothing if stamp is None else stamp, nothing if real is None else real
-        # a graph has draws only where they are stamped
-        rows_update(*state, slots, error, stamp, real, not is_traced(), refuses, is_own, kept, priority, result)
-        reason, count = result.tolist() if refuses else (0, slots.shape[0])
-        if not reason and count:
-            if not isinstance(kept, Tensor):
-                # on the CPU, the rows that are kept come first
-                kept, priority = kept[:count], priority[:count]
-            kept, priority = as_tensor(kept), as_tensor(priority)
-            self._priorities.recount(kept)
-            self._distribution.update(kept, priority)
-        return [reason, count]
 
     def _refusal(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:
         """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.reasons`."""
@@ -148,14 +140,15 @@ class SlotUpdates:
     def step(self) -> None:
         """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
         for hyperparameter in self._hyperparameters.values():
-            hyperparameter.step()
+            if hyperparameter.annealed:
+                hyperparameter.step()
         alpha = self._hyperparameters.get("alpha")
-        if alpha is None:
+        if alpha is None or not alpha.annealed:
             return
         if not self._layout.for_graphs:
             if alpha.just_ended():
                 self._distribution.reweight(None)
-        elif alpha.annealed:
+        else:
             slots = (self._cursor + torch.arange(_REWEIGHTED, device=self._layout.device)) % self._layout.size
             self._cursor.add_(_REWEIGHTED)
             self._distribution.reweight(slots)
