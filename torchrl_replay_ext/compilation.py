@@ -69,11 +69,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
 
 
-def rows_where(mask: Tensor) -> Tensor:
-    """The rows where ``mask`` [n] is True if values can be read; otherwise all rows."""
-    return mask.nonzero().squeeze(1) if values_can_be_read(mask) else torch.arange(len(mask), device=mask.device)
-
-
 def as_array(tensor: Array) -> Array:
     """The memory of a tensor as a NumPy array where values can be read; otherwise the tensor itself."""
     return tensor.numpy() if isinstance(tensor, Tensor) and values_can_be_read(tensor) else tensor
@@ -82,14 +77,6 @@ def as_array(tensor: Array) -> Array:
 def scalar(value: Tensor) -> Any:
     """A 0-dim tensor as a Python number, which is faster on the CPU; the tensor itself where values cannot be read."""
     return value.item() if values_can_be_read(value) else value
-
-
-def increase(counter: Tensor, by: int) -> None:
-    """``counter += by`` in place, int64 []. Where the value can be read, an assignment takes a third of the time."""
-    if values_can_be_read(counter):
-        counter.fill_(counter.item() + by)
-    else:
-        counter.add_(by)
 
 
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:

@@ -31,9 +31,9 @@ from torchrl_replay_ext import (
     RecencySampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw
 from torchrl_replay_ext.functional import reliability
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
+from torchrl_replay_ext.samplers.base import Distribution, Draw
 
 
 def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):

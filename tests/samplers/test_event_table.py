@@ -783,7 +783,7 @@ def test_what_does_not_fit_together():
 # the files of event tables
 TABLE_FILES = (
     *("core/event_", "core/pair_counts", "core/class_counts", "writers/event_"),
-    *("distributions/event_tables", "distributions/table_", "distributions/within_table"),
+    *("samplers/event_table_mixture", "samplers/table_", "samplers/within_table"),
 )
 ON_DEVICE = [("ring", None, "conditional"), ("ring", "reaper", None), ("pinned", "proportional", "mixture")]
 

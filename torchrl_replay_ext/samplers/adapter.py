@@ -20,9 +20,9 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.distributions.protocol import ShardRows, Sums
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.samplers.base import ShardRows, Sums
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState

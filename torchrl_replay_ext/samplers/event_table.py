@@ -17,15 +17,14 @@ from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_cho
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.distributions.event_tables import EventTableMixture
-from torchrl_replay_ext.distributions.reliability import Truncated
-from torchrl_replay_ext.distributions.table_shares import TableShares
-from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
-from torchrl_replay_ext.distributions.within_table import ByPriority, ByRank, ByReliability, Uniform
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
+from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
-from torchrl_replay_ext.samplers.reaper import make_reliability
+from torchrl_replay_ext.samplers.reaper import Truncated, make_reliability
+from torchrl_replay_ext.samplers.table_shares import TableShares
+from torchrl_replay_ext.samplers.table_weights import Correction, TableWeights
+from torchrl_replay_ext.samplers.within_table import ByPriority, ByRank, ByReliability, Uniform
 
 Kind = Literal["proportional", "rank", "reaper"]
 

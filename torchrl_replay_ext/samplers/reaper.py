@@ -2,18 +2,326 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
+import torch
 from tensordict import NestedKey
+from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer, require_nested_keys
-from torchrl_replay_ext.distributions.episode_reader import EpisodeReader
-from torchrl_replay_ext.distributions.reaper import ReliabilityAdjusted
-from torchrl_replay_ext.distributions.reliability import Reliability, Truncated
+from torchrl_replay_ext.compilation import Array, as_array, random_seed, uniform
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.event_tables import TableView
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
+from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums, WriteObserver
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
+from torchrl_replay_ext.samplers.proportional import PowerTree
+from torchrl_replay_ext.samplers.rows import EpisodeReader
+
+
+class Rejection:
+    """Draws leaves of a sum tree from Ψ: each row proposes leaves that follow m until one is accepted.
+
+    The probability to accept a proposal is R^ω.
+
+    Args:
+        tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
+        reliability: the model of R.
+        tables: the event tables. None (default): all rows are drawn from the whole tree.
+    """
+
+    def __init__(self, tree: SumTree, reliability: Reliability, tables: TableView | None = None):
+        self._tree, self._reliability, self._tables = tree, reliability, tables
+        device = tree.leaves.device
+        # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
+        self._acceptance = torch.zeros(
+            2, 0 if tables is None else len(tables.counts), dtype=torch.float64, device=device
+        )
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        self._constants = Views(zero[:0].clone(), zero)
+
+    def draw(
+        self, batch_size: int, generator: torch.Generator | None, rows: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Array, Array]:
+        """Draw leaves from Ψ, independently, each from the table of its row.
+
+        One random number from ``generator`` determines all draws.
+
+        Args:
+            batch_size: number of rows, B.
+            generator: source of randomness; None: the global generator. A compiled graph ignores it.
+            rows: the table of each row, and the sums of the masses before each table and in it, int64. None (default):
+                there are no tables.
+
+        Returns:
+            The leaves, int64 [B], and Ψ of each, float64 [B].
+        """
+        arrays, none, zero = self._tree.arrays(), *self._constants()
+        if rows is None:
+            self._tree.raise_if_empty(arrays[1])
+            rows = none, zero, arrays[1][:1]
+        leaf, density = empty(none, batch_size, torch.int64), empty(none, batch_size, torch.float64)
+        reaper_draw(
+            random_seed(self._acceptance.device, generator),
+            *rows,
+            self._reliability.exponent(),
+            none if self._tables is None else self._tables.slot_at,
+            *arrays,
+            leaf,
+            density,
+            self._acceptance,
+            *self._reliability.arrays(),
+        )
+        return leaf, density
+
+    def acceptance(self) -> Tensor:
+        """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
+        mean, weight = self._acceptance.unbind()
+        return torch.where(weight > 0, mean / weight, 1.0)
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if a running mean is out of range."""
+        mean, weight = self._acceptance.unbind()
+        if not bool(((mean >= 0) & (mean <= weight) & (weight <= 1)).all()):
+            raise AssertionError("the acceptance of a table is out of range")
+
+    def clear(self) -> None:
+        """Reset the running means."""
+        self._acceptance.zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save."""
+        return {} if self._tables is None else {"acceptance": self._acceptance}
+
+
+Truncated = Literal["finished", "ongoing"]
+
+
+class Reliability(WriteObserver):
+    """R of Eq. 16: the share of the TD errors of an episode up to and including a transition.
+
+    Args:
+        log: the generations of the slots.
+        omega: the exponent of R.
+        reader: reads the ends of episodes.
+        num_streams: number of environments whose transitions are interleaved in flat storage.
+        truncated: whether truncated episodes are ``"finished"`` or ``"ongoing"``.
+        terminated_key: entry that marks termination; used if ``truncated="ongoing"``.
+    """
+
+    def __init__(
+        self,
+        log: WriteLog,
+        *,
+        omega: Hyperparameter,
+        reader: EpisodeReader,
+        num_streams: int,
+        truncated: Truncated,
+        terminated_key: NestedKey,
+    ):
+        self._log, self.omega, self._reader = log, omega, reader
+        self._truncated, self._terminated_key = truncated, terminated_key
+        steps, num_lanes, assigned = log.layout.lanes(num_streams)
+        self._episodes = EpisodeIndex(
+            steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
+        )
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        marks = self._reader.read(rows, needs_ids=self._episodes.assigned)
+        finished = marks.ended
+        if self._truncated == "ongoing":
+            terminated = rows.column(
+                self._terminated_key,
+                "which truncated='ongoing' needs. The environment should write it; pass its name as terminated_key=.",
+            )
+            assert terminated is not None
+            finished = terminated.to(torch.bool)
+        if rows.is_rewrite:
+            # the position of the transition in its episode does not change
+            self._episodes.update(slots, SumTree.to_mass(as_array(priority)), None)
+            return
+        self._episodes.write(slots, priority, self._log.num_writes, marks, finished)
+
+    def remove(self, slots: Tensor) -> None:
+        self._episodes.remove(slots)
+
+    def before_full_overwrite(self) -> None:
+        self._episodes.before_full_overwrite()
+
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
+        self._episodes.update(slots, SumTree.to_mass(as_array(priority)), self._log.num_writes)
+
+    def of(self, slots: Tensor) -> Tensor:
+        """R of ``slots`` [n], float64 [n]."""
+        return self._episodes.reliability(slots, self._log.generation)
+
+    def factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n], float64 [n]."""
+        return self.of(slots) ** self.omega.current()
+
+    def exponent(self) -> Array:
+        """ω as kernels take it."""
+        return self.omega.views()[0]
+
+    def arrays(self) -> list[Array]:
+        """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
+        return self._episodes.arrays(self._log.views()[0])
+
+    @property
+    def max_supported_priority(self) -> float:
+        """The largest d that can be represented."""
+        return self._episodes.max_supported_priority
+
+    def largest_episode(self) -> int:
+        """F of Eq. 16: the largest sum of d of a stored episode, in units of the mass."""
+        return self._episodes.largest_total()
+
+    def note_other_shards(self, largest_episode: int) -> None:
+        """F is at least ``largest_episode``, that of the episodes in other shards."""
+        self._episodes.least_largest = largest_episode
+
+    def mean(self) -> Tensor:
+        """Mean reliability of the stored transitions, float32 []; 1 if there are none."""
+        slots = self._log.stored_slots()
+        return self.of(slots).mean() if slots.numel() else torch.ones(())
+
+    def interrupted(self) -> Tensor:
+        """Number of episodes that were interrupted without an end, int64 []."""
+        return self._episodes.lanes.interrupted.sum()
+
+    def clear(self) -> None:
+        self._episodes.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
+
+    def raise_numbers(self, last: int) -> None:
+        self._episodes.raise_numbers(last)
+
+    def rebuild(self) -> None:
+        self._episodes.rebuild_()
+
+    def check_valid(self) -> None:
+        self._episodes.check_valid()
+        slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
+        if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
+            raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
+
+
+class ReliabilityAdjusted(Distribution):
+    """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α, by rejection: proposals follow d^α and are accepted with probability R^ω.
+
+    Args:
+        log, priorities: the state of the slots.
+        alpha: the exponent of d.
+        make_reliability: creates the model of R from the log.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
+    """
+
+    needs_order = rejects = True
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        *,
+        alpha: Hyperparameter,
+        make_reliability: Callable[[WriteLog], Reliability],
+        weight_norm: WeightNorm,
+    ):
+        self._log, self._weight_norm = log, weight_norm
+        self._num_slots, self._device = log.layout.num_slots, log.layout.device
+        self._power = PowerTree(log, priorities, alpha)
+        self._tree, self.power_parts = self._power.tree, self._power.parts
+        self._reliability = make_reliability(log)
+        self._rejection = Rejection(self._tree, self._reliability)
+
+    @property
+    def max_supported_priority(self) -> float:
+        return min(self._power.max_supported_priority, self._reliability.max_supported_priority)
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        self._reliability.insert(slots, priority, rows)
+
+    def remove(self, slots: Tensor) -> None:
+        self._reliability.remove(slots)
+
+    def before_full_overwrite(self) -> None:
+        self._reliability.before_full_overwrite()
+
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._reliability.update(slots, priority)
+
+    def reweight(self, slots: Tensor | None) -> None:
+        self._power.reweight(slots)
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        slots, density = self._rejection.draw(batch_size, generator)
+        return Draw(slots, density, self._smallest())
+
+    def _smallest(self) -> Tensor | None:
+        """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
+        if self._weight_norm == "batch":
+            return None
+        result = torch.empty(1, dtype=torch.float64, device=self._device)
+        masses = self._tree.leaves[: self._num_slots]
+        reaper_smallest(masses, self._reliability.exponent(), result, *self._reliability.arrays())
+        return result
+
+    def sums(self) -> Sums:
+        smallest = self._smallest()
+        return Sums(
+            self._tree.total().double().reshape(1),
+            None if smallest is None else smallest[0],
+            largest_episode=self._reliability.largest_episode(),
+        )
+
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        slots, probability = self._power.draw_in_shard(wanted)
+        factor = self._reliability.factor(slots)
+        accepted = uniform(len(slots), device=self._device, generator=generator) < factor
+        return Draw(slots[accepted], (probability * factor)[accepted])
+
+    def note_other_shards(self, largest_episode: int) -> None:
+        self._reliability.note_other_shards(largest_episode)
+
+    def density(self, slots: Tensor) -> Tensor:
+        return self._tree.get(slots) * self._reliability.factor(slots)
+
+    def clear(self) -> None:
+        self._tree.clear_()
+        self._reliability.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"proposals": self._tree.leaves} | self._reliability.tensors()
+
+    def raise_numbers(self, last: int) -> None:
+        self._reliability.raise_numbers(last)
+
+    def rebuild(self) -> None:
+        self._tree.rebuild_()
+        self._reliability.rebuild()
+
+    def check_valid(self) -> None:
+        self._power.check_valid()
+        self._reliability.check_valid()
+
+    def stats(self) -> dict[str, Tensor]:
+        slots = self._log.stored_slots()
+        total = self._tree.total()
+        return {
+            "acceptance_rate": self.density(slots).sum() / total if total else torch.ones(()),
+            "reliability_mean": self._reliability.mean(),
+            "interrupted": self._reliability.interrupted(),
+        }
 
 
 def make_reliability(

@@ -16,10 +16,10 @@ from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, t
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution, WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
 from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
 from torchrl_replay_ext.samplers.rows import StoredRows
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates

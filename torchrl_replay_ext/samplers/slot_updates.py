@@ -13,9 +13,9 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.samplers.base import Distribution
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.td_errors import invalid_td_error
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_replay_ext.distributions.protocol import ShardRows
+from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.sharding.arrays import OWNER, Arrays
 from torchrl_replay_ext.sharding.calls import Lost, LostShards, RayCalls, get_all, wait_until
 from torchrl_replay_ext.sharding.shard import Report

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_replay_ext.distributions.protocol import Distribution, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import Distribution, ShardRows, Sums
 from torchrl_replay_ext.sharding.arrays import DENSITY, Arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.shard import Report
 

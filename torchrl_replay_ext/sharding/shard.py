@@ -15,8 +15,8 @@ from torchrl.data.replay_buffers import RandomSampler, Sampler
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
-from torchrl_replay_ext.distributions.protocol import Distribution, ShardRows
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
+from torchrl_replay_ext.samplers.base import Distribution, ShardRows
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, describe, from_arrays, take, to_arrays
 from torchrl_replay_ext.writers.event_table import EventTableWriter
@@ -32,7 +32,7 @@ class Report(NamedTuple):
         process: random number of the process; 0: the process has ended, or has not answered yet. Default: 0.
         length: number of stored transitions.
         written: number of transitions ever written.
-        mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.distributions.protocol.Sums`.
+        mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
         largest_priority: the priority of new transitions; 0 without priorities.
         beta: exponent of the weights; None without weights.
         schedules: state of the schedules of annealed hyperparameters; None if there are none.

@@ -14,8 +14,8 @@ from torchrl_replay_ext.core.class_counts import ClassCounts
 from torchrl_replay_ext.core.event_tables import EventTables, TableView
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.pair_counts import PairCounts
-from torchrl_replay_ext.distributions.protocol import RowView
-from torchrl_replay_ext.distributions.table_shares import TableShares
+from torchrl_replay_ext.samplers.base import RowView
+from torchrl_replay_ext.samplers.table_shares import TableShares
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 

@@ -27,12 +27,12 @@ from torchrl_replay_ext.core.event_tables import CHANGES, RESETS, EventTables, T
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.protocol import Distribution, Draw, RowView, ShardRows, Sums
-from torchrl_replay_ext.distributions.table_shares import TableShares
-from torchrl_replay_ext.distributions.table_weights import Correction, TableWeights
-from torchrl_replay_ext.distributions.within_table import Uniform
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
 from torchrl_replay_ext.kernels.ops import events_draw, events_plan, events_set_masses
+from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.table_shares import TableShares
+from torchrl_replay_ext.samplers.table_weights import Correction, TableWeights
+from torchrl_replay_ext.samplers.within_table import Uniform
 
 # why joint draws of several shards are not possible
 _PAIRS = "this correction counts outcomes, which may lie in several shards; use correction=None or 'mixture'."

@@ -16,12 +16,11 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.distributions.proportional import MAX_PRIORITY, largest_priority
-from torchrl_replay_ext.distributions.protocol import RowView, WriteObserver
-from torchrl_replay_ext.distributions.rank import STEP, check_alpha
-from torchrl_replay_ext.distributions.rejection import Rejection
-from torchrl_replay_ext.distributions.reliability import Reliability
 from torchrl_replay_ext.kernels.ops import as_tensor, events_mixture, rank_tabulate
+from torchrl_replay_ext.samplers.base import RowView, WriteObserver
+from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
+from torchrl_replay_ext.samplers.rank import STEP, check_alpha
+from torchrl_replay_ext.samplers.reaper import Rejection, Reliability
 
 
 class Uniform(WriteObserver):

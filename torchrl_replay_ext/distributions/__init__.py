@@ -1,1 +1,0 @@
-"""Distributions over the slots of a buffer."""
