@@ -101,7 +101,7 @@ class IndexWithModel:
                 self.episode[slot].touched = self.clock
         index = torch.tensor(slots)
         clock = torch.tensor([self.clock]) if touch else None
-        self.index.update(index, torch.tensor(mass), clock)
+        self.index.update(index, torch.tensor(mass, dtype=torch.float64) / UNIT, clock)
 
     def episodes(self) -> list[Episode]:
         return list({id(episode): episode for episode in self.episode.values()}.values())

@@ -385,11 +385,11 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     index = EpisodeIndex(size if assigned else 18, lanes, assigned=assigned)
     other = copy.deepcopy(index)
     for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
-        updated, mass = torch.randint(-2, size + 2, (9,)), torch.randint(0, 2**30, (9,))
+        updated, d = torch.randint(-2, size + 2, (9,)), 100 * torch.rand(9)
         for each, call in ((index, plainly), (other, run)):
             now = torch.tensor([number])
             call(each.write, slots, torch.tensor([number / 8], dtype=torch.float64), now - 1, marks, finished)
-            call(each.update, updated, mass, now if number % 3 else None)
+            call(each.update, updated, d, now if number % 3 else None)
             if number == 7:
                 call(each.remove, (slots[-1] + torch.arange(1, 1 + lanes)) % size)
             if number == 9:
@@ -459,7 +459,7 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
         slots = torch.randint(-5, 125, (12,))
         run(episodes.write, slots, torch.rand(1, dtype=torch.float64), torch.tensor([1]), marks, marks.ended)
         run(slices.write, slots, marks)
-        run(episodes.update, slots, slots.abs(), torch.tensor([2]))
+        run(episodes.update, slots, torch.rand(12), torch.tensor([2]))
         run(episodes.remove, slots)
         walked, _ = run(slices.walk, torch.randint(-(2**50), 2**50, (20,)))
         assert int(walked.min()) >= 0 and int(walked.max()) < 120
@@ -481,9 +481,7 @@ def some_episodes(assigned=False, lanes=1, size=300):
         marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
         index.write(slots, torch.ones(1, dtype=torch.float64), torch.tensor([number - 1]), marks, finished=ended)
         generation[slots] = number
-        index.update(
-            slots[::3], torch.randint(0, 2**24, slots[::3].shape), torch.tensor([number]) if number % 4 else None
-        )
+        index.update(slots[::3], 2 * torch.rand(slots[::3].shape), torch.tensor([number]) if number % 4 else None)
     index.check_valid()
     return index, generation
 

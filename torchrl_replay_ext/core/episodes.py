@@ -174,17 +174,17 @@ class EpisodeIndex:
             return slots
         return slots % self.num_lanes * self.steps + slots // self.num_lanes
 
-    def update(self, slots: Tensor, mass: Array, num_writes: Tensor | None) -> None:
+    def update(self, slots: Tensor, d: Tensor, num_writes: Tensor | None) -> None:
         """Set the masses of ``slots`` [n]. Slots that are out of range or empty are skipped.
 
         Args:
             slots: int64 [n]. Of duplicates the last one wins.
-            mass: int64 [n], or [1] for all slots.
+            d: their priorities, float [n], or [1] for all slots; see :meth:`SumTree.to_mass`.
             num_writes: number of the last write, int64 [1]: the transitions of the updated episodes are no longer new.
                 None: no change.
         """
         number = slots[:0] if num_writes is None else num_writes
-        episodes_update(slots.contiguous(), mass, number, *self._sums())
+        episodes_update(slots.contiguous(), d, number, *self._sums())
 
     def arrays(self, generation: Array) -> list[Any]:
         """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`.

@@ -150,11 +150,11 @@ def remove(slots, stops, lane_episode, lane_next, count, free_records, free_page
 
 
 @loop
-def update(slots, mass, number, *arrays):
+def update(slots, d, number, *arrays):
     """Set the masses of ``slots`` [n], in order; slots without a transition are skipped.
 
-    ``mass``: [n], or [1] for all rows. ``number`` is the number of the last write, [1], after which transitions of
-    these episodes are new; empty: no change.
+    ``d``: their priorities, [n], or [1] for all rows. ``number`` is the number of the last write, [1], after which
+    transitions of these episodes are new; empty: no change.
     """
     leaves, nodes, pages, capacity, _, _, _, lane_total = arrays[:8]
     episode, start_of, _, updated_at, totals, maxima = arrays[8:]
@@ -165,7 +165,7 @@ def update(slots, mass, number, *arrays):
         record[row], position[row] = np.int64(episode[slot]), _position_of(slot, arrays)
         if slot != slots[row] or record[row] < 0 or record[row] >= none:
             position[row] = -1
-        change[row] = mass[min(row, mass.shape[0] - 1)]
+        change[row] = np.int64(math.ceil(np.float64(d[min(row, d.shape[0] - 1)]) * UNIT))
     write_all(leaves, nodes, nodes[:0], pages, capacity, position, change)
     for row in range(count):
         if position[row] >= 0:

@@ -205,7 +205,7 @@ episodes_write = Kernel(
     "episodes.write", _ASSIGNED + "Tensor finished, Tensor d, Tensor num_writes, " + _MEMORY + _SUMS
 )
 episodes_remove = Kernel("episodes.remove", "Tensor slots, bool stops, " + _MEMORY + _SUMS)
-episodes_update = Kernel("episodes.update", "Tensor slots, Tensor mass, Tensor number, " + _SUMS)
+episodes_update = Kernel("episodes.update", "Tensor slots, Tensor d, Tensor number, " + _SUMS)
 
 slices_write = Kernel(
     "slices.write",

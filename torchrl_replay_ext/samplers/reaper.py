@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import Array, as_array, random_seed, uniform
+from torchrl_replay_ext.compilation import Array, random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
@@ -145,7 +145,7 @@ class Reliability(WriteObserver):
             finished = terminated.to(torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
-            self._episodes.update(slots, SumTree.to_mass(as_array(priority)), None)
+            self._episodes.update(slots, priority, None)
             return
         self._episodes.write(slots, priority, self._log.num_writes, marks, finished)
 
@@ -157,7 +157,7 @@ class Reliability(WriteObserver):
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, SumTree.to_mass(as_array(priority)), self._log.num_writes)
+        self._episodes.update(slots, priority, self._log.num_writes)
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""

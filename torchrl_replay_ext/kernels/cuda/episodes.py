@@ -312,19 +312,22 @@ def remove(
 
 
 def update(
-    slots: Tensor, mass: Tensor, number: Tensor,
+    slots: Tensor, d: Tensor, number: Tensor,
     leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, position_of: Tensor, num_lanes: int, span: int,
     lane_total: Tensor, episode: Tensor, start_of: Tensor, is_finished: Tensor, updated_at: Tensor, totals: Tensor,
     maxima: Tensor,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     if len(slots):
-        rows = min(256, triton.next_power_of_2(len(slots)))
+        rows, mass = (
+            min(256, triton.next_power_of_2(len(slots))),
+            d.to(torch.float64).mul_(UNIT).ceil_().to(torch.int64),
+        )
         _update[(1,)](
             slots, mass, number, len(slots), leaves, nodes, len(nodes), pages,
             capacity=capacity, position_of=position_of, num_lanes=num_lanes, span=span, lane_total=lane_total,
             episode=episode, size=len(episode), updated_at=updated_at, totals=totals, maxima=maxima,
-            num_maxima=len(maxima), is_one_mass=len(mass) == 1, has_number=len(number) > 0,
+            num_maxima=len(maxima), is_one_mass=len(d) == 1, has_number=len(number) > 0,
             num_rows=rows, num_together=min(64, rows),
             **_shapes(leaves, capacity, position_of, start_of) | {"num_warps": 8},
         )  # fmt: skip
