@@ -126,7 +126,9 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
     For the arguments see :func:`uniform`.
     """
     u = uniform(num, device=device, generator=generator)
-    if values_can_be_read(device) and (generator is None or generator.device == device):
+    if torch.compiler.is_dynamo_compiling():
+        generator = None
+    if device.type == "cpu" and (generator is None or generator.device == device):
         order = torch.randperm(num, generator=generator)
     else:
         order = uniform(num, device=device, generator=generator).argsort()
