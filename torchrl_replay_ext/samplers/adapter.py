@@ -61,6 +61,8 @@ class DistributionSampler(ShowsArguments, Sampler):
         on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
 
+    # the class that errors name
+    owner = "DistributionSampler"
     # False in subclasses whose distributions do not take priorities: buffers then pass no TD errors
     expects_td_errors = True
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
@@ -107,6 +109,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        cls.owner = vars(cls).get("owner", cls.__name__)
         if cls.expects_td_errors:
             # TorchRL's buffers pass TD errors to this class alone
             PrioritizedSampler.register(cls)
@@ -118,11 +121,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         arguments = self._make_observers, self.hyperparameters, self._priority_arguments
         self.state = SlotState(self.owner, layout, self.make, *arguments)
         self.layout, self.distribution = layout, self.state.distribution
-
-    @property
-    def owner(self) -> str:
-        """The class that errors name."""
-        return type(self).__name__
 
     def observe(self, make: MakeObserver) -> None:
         """Add an observer of writes. Its state is saved and restored with the sampler."""
@@ -186,7 +184,8 @@ class DistributionSampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
             return False
-        self.bind(storage)
+        if storage is not self._bound:
+            self.bind(storage)
         return self.state.synchronize(storage)
 
     # --- writes

@@ -156,14 +156,11 @@ _NO_SEQUENCES = (
 class _UniformStarts(DistributionSampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
+    owner = _OWNER
     expects_td_errors = False
 
     def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
         super().__init__(capacity, make, hyperparameters={}, validate=validate)
-
-    @property
-    def owner(self) -> str:
-        return _OWNER
 
 
 @PrioritizedSampler.register
