@@ -69,11 +69,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
 
 
-def as_array(tensor: Array) -> Array:
-    """The memory of a tensor as a NumPy array where values can be read; otherwise the tensor itself."""
-    return tensor.numpy() if isinstance(tensor, Tensor) and values_can_be_read(tensor) else tensor
-
-
 def scalar(value: Tensor) -> Any:
     """A 0-dim tensor as a Python number, which is faster on the CPU; the tensor itself where values cannot be read."""
     return value.item() if values_can_be_read(value) else value

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, as_array, is_traced
+from torchrl_replay_ext.compilation import Array, is_traced, values_can_be_read
 
 # Up to this many numbers, a loop in Python is faster than tensor operations.
 FEW = 1024
@@ -110,7 +110,7 @@ def as_index(numbers: Array) -> Array:
         >>> as_index(torch.tensor([3, 4, 5]))
         slice(3, 6, None)
     """
-    array = as_array(numbers)
+    array = numbers.numpy() if isinstance(numbers, Tensor) and values_can_be_read(numbers) else numbers
     if isinstance(array, (Tensor, slice)) or not len(array):
         return array
     first, end = int(array[0]), int(array[-1]) + 1

@@ -183,8 +183,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = None
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty:
-    # there is no such tree
+    # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty
+    # without such a tree
     power_parts: Sequence[Tensor | int] = ()
     _log: WriteLog
 

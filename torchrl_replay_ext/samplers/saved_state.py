@@ -59,7 +59,7 @@ def require_valid_tables(call: str, state: Mapping[str, Any], tables: EventTable
 
 
 def require_open_episodes(call: str, episodes: Tensor, num_slots: int) -> None:
-    """Raise ValueError if ``episodes`` are no open episodes of event tables: stream, slot, number and trajectory."""
+    """Raise ValueError unless ``episodes`` has stream, slot, number and trajectory of open episodes, int64 [n, 4]."""
     fits = episodes.ndim == 2 and episodes.shape[1] == 4 and episodes.dtype == torch.int64
     if not fits or bool(((episodes[:, 1] < 0) | (episodes[:, 1] >= num_slots)).any()):
         raise ValueError(

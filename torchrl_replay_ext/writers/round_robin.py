@@ -242,7 +242,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state. ValueError if a counter is no number >= 0; nothing is changed then."""
+        """Restore a state. ValueError if a counter is negative or not an integer; nothing is changed then."""
         for name in ("_cursor", "_write_count"):
             value = {"_write_count": 0, **state_dict}.get(name)
             if not isinstance(value, int) or not 0 <= value <= MOST:
