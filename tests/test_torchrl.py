@@ -27,7 +27,6 @@ ADAPTER = "torchrl_replay_ext/_torchrl.py"
 # then the names that a subclass overrides or inherits.
 READ = {
     "LazyTensorStorage": {
-        "_attached_entities",
         "_attached_entities_list",
         "_bump_mutation_revision",
         "_compilable",

@@ -305,7 +305,7 @@ def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
 
 def has_round_robin_writers(storage: Any) -> bool:
     """True unless a buffer of this storage has a writer that does not fill one slot after the other."""
-    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities", ())]
+    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
     return all(isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None) for writer in writers)
 
 
@@ -316,7 +316,7 @@ def expands_draws(buffer: Any) -> bool:
 
 def _buffer_of(sampler: Sampler, storage: Any) -> Any:
     """The buffer of this sampler; None if there is none in this process."""
-    for buffer in storage._attached_entities:
+    for buffer in getattr(storage, "_attached_entities_list", ()):
         own = getattr(buffer, "_sampler", None)
         if sampler in (own, getattr(own, "critic_sampler", None)):
             return buffer

@@ -1,8 +1,6 @@
-"""Functions of index tensors, which may hold duplicates, and of a few numbers."""
+"""Functions of index tensors, which may hold duplicates."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
@@ -78,23 +76,6 @@ def is_last_occurrence(index: Tensor) -> Tensor:
         tensor([False,  True,  True])
     """
     return last_occurrence(index) == torch.arange(index.shape[0], device=index.device)
-
-
-def extremes(values: Tensor) -> tuple[float, float]:
-    """The smallest and the largest of some values, as numbers.
-
-    Args:
-        values: real numbers, shape [n], n >= 1.
-
-    Returns:
-        Minimum and maximum. Both are NaN if any value is NaN.
-    """
-    if values.shape[0] > FEW:
-        low, high = torch.aminmax(values)
-        return low.item(), high.item()
-    numbers = values.tolist()
-    total = sum(numbers)
-    return (math.nan, math.nan) if total != total else (min(numbers), max(numbers))
 
 
 def as_index(numbers: Array) -> Array:

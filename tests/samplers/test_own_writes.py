@@ -60,12 +60,12 @@ def test_td_errors_of_rows_that_a_writer_did_not_store_change_nothing():
 
 
 def test_a_number_after_extend_is_an_update_of_the_caller():
-    """Only after ``add`` does TorchRL pass a number, with the default priority."""
+    """Only after ``add`` does TorchRL pass a number, which then stands for no TD error."""
     buffer = buffer_of(RankBasedSampler, capacity=4, beta=Anneal(0.4, 1.0, 10))
     buffer.extend(rows(3))
     buffer.extend(rows(1, first=3))
     for number in range(1, 4):
-        buffer.update_priority(3, buffer.sampler.default_priority)
+        buffer.update_priority(3, 1.0)
         assert buffer.sampler.beta == pytest.approx(0.4 + 0.06 * number)
     assert buffer.sampler.stats()["never_updated"] == 0.75
 

@@ -59,15 +59,6 @@ class Priorities:
         """The priority of new transitions before the first update."""
         return max(1.0, self.smallest)
 
-    def default_td_error(self) -> float:
-        """The TD error that gives the priority of a new transition."""
-        error = max(float(self.largest) - self.eps, 0.0)
-        return error**2 if self.td_error == "squared" else error
-
-    def is_default(self, error: float) -> bool:
-        """True if ``error`` equals :meth:`default_td_error`, rounded to float32."""
-        return error == as_float32(self.default_td_error())
-
     def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
         if self._updated is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -138,7 +137,9 @@ class WriteLog:
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = None if isinstance(slots_as_index, Tensor) else copy.copy(slots_as_index)
+        self._written = slots_as_index if isinstance(slots_as_index, slice) else None
+        if isinstance(slots_as_index, np.ndarray):
+            self._written = slots_as_index.copy()
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -147,14 +148,16 @@ class WriteLog:
         index tensor.
         """
         announced, written = self._announced, self._written
-        if announced is None or (written is not None and not np.array_equal(written, as_index(slots))):
+        if announced is None:
             return False
         if isinstance(index, Tensor) and index.ndim:
             if not isinstance(announced, Tensor) or announced.shape != index.shape:
                 return False
-            return announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
-        is_number = not isinstance(announced, Tensor) or not announced.ndim
-        return is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
+            is_own = announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
+        else:
+            is_number = not isinstance(announced, Tensor) or not announced.ndim
+            is_own = is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
+        return is_own and (written is None or np.array_equal(written, as_index(slots)))
 
     # --- the ring
 

@@ -7,6 +7,7 @@ To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CU
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -91,30 +92,38 @@ class Views:
     """A state as kernels take it: in eager code on the CPU tensors become NumPy arrays, which are made only once.
 
     Args:
-        *parts: tensors, which stay the same objects, and numbers. The memory of a tensor may move, for example to be
-            shared. The first part is a tensor.
+        *parts: tensors, which stay the same objects, and numbers. The memory of a tensor moves only when it is pickled,
+            to be shared with another process. The first part is a tensor.
     """
+
+    # True once a state was pickled in this process
+    may_have_moved = False
 
     def __init__(self, *parts: Tensor | float):
         tensors = [each for each in parts if isinstance(each, Tensor)]
         self._parts, self._is_cpu = [*parts], tensors[0].is_cpu
         # empty tensors have no memory that could move
         self._tensors = [each for each in tensors if each.numel()]
-        self._addresses: list[int] | None = None
-        self._arrays: list[Any] = []
+        self._addresses: list[int] = []
+        self._arrays: list[Any] | None = None
 
     def __call__(self) -> list[Any]:
         """The parts, tensors perhaps as arrays."""
         if torch.compiler.is_dynamo_compiling() or not self._is_cpu:
             return self._parts
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
-        if addresses != self._addresses:
-            self._arrays = [each.numpy() if isinstance(each, Tensor) else each for each in self._parts]
-            self._addresses = addresses
+        if self._arrays is None or Views.may_have_moved:
+            addresses = [tensor.data_ptr() for tensor in self._tensors]
+            if self._arrays is None or addresses != self._addresses:
+                self._arrays = [each.numpy() if isinstance(each, Tensor) else each for each in self._parts]
+                self._addresses = addresses
         return self._arrays
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Views:
+        return Views(*copy.deepcopy(self._parts, memo))
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_addresses": None, "_arrays": []}
+        Views.may_have_moved = True
+        return {**vars(self), "_arrays": None}
 
 
 def empty(like: Any, count: int, dtype: torch.dtype) -> Any:

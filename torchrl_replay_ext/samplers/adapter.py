@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from multiprocessing.context import get_spawning_popen
@@ -26,7 +25,7 @@ from torchrl_replay_ext.samplers.base import ShardRows, Sums
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
-from torchrl_replay_ext.samplers.td_errors import DefaultPriority, is_initialization, td_errors
+from torchrl_replay_ext.samplers.td_errors import NO_TD_ERROR, td_errors
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
@@ -104,7 +103,6 @@ class DistributionSampler(ShowsArguments, Sampler):
             for key, value in hyperparameters.items()
         }
         self.make, self._make_observers, self._on_bind = make, list[MakeObserver](), on_bind
-        self._default_priority = DefaultPriority()
         self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -184,6 +182,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
             return False
+        return self._synchronize(storage)
+
+    def _synchronize(self, storage: Storage | None) -> bool:
         if storage is not self._bound:
             self.bind(storage)
         return self.state.synchronize(storage)
@@ -234,10 +235,13 @@ class DistributionSampler(ShowsArguments, Sampler):
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        self.synchronize(storage)
         in_graph = is_traced()
-        if not in_graph and self.state.log.is_empty:
-            raise RuntimeError(f"{name}: cannot sample from an empty storage.")
+        if in_graph:
+            self.require_bound(storage)
+        else:
+            self._synchronize(storage)
+            if self.state.log.is_empty:
+                raise RuntimeError(f"{name}: cannot sample from an empty storage.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
@@ -248,7 +252,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
-        is_counted = is_complete and self.takes_priorities and not in_graph
+        is_counted = is_complete and self.distribution.takes_priorities and not in_graph
         has_anchors = is_counted and _torchrl.updates_anchors(self, storage)
         weight, stamp = self.state.log.drawn(
             slots,
@@ -337,26 +341,8 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """The argument of ``update_priority`` that results in the priority of a new transition."""
-        return self._default_priority.record(self.state.priorities.default_td_error())
-
-    def lacks_td_errors(self, index: Any, slots: Tensor, priority: Any, storage: Storage | None) -> bool:
-        """True if TorchRL used the default for rows without TD errors. A sample causes a warning and is counted."""
-        if not self._default_priority.is_filled_in(
-            index, priority, lambda: storage is not None and _torchrl.draws_sequences(self, storage)
-        ):
-            return False
-        # an added row, of shape [] or [1], keeps the priority of a new transition
-        if self.state.log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
-            self.state.log.announce(None)
-            return True
-        self.state.updates.counts[1].add_(len(slots))
-        warnings.warn(
-            f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names (default: "
-            '"td_error"), so priorities stay as they are. The loss must write this entry, or pass priority_key=.',
-            stacklevel=2,
-        )
-        return True
+        """The number that TorchRL's buffers pass for rows without TD errors. Such rows keep their priorities."""
+        return NO_TD_ERROR
 
     @property
     def takes_priorities(self) -> bool:
@@ -403,13 +389,12 @@ class DistributionSampler(ShowsArguments, Sampler):
             error = torch.as_tensor(priority, device=self.layout.device).detach().to(torch.float32).reshape(-1)
             self.state.updates.apply(index, slots, error.expand(slots.shape[0]), stamp)
             return
-        if self.synchronize(storage) and is_initialization(priority, storage, self.state.priorities):
-            return
+        self._synchronize(storage)
         if not self.layout.known and self.state.log.is_empty:
             raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
         slots = self.flat_slots(index)
         error = td_errors(self.owner, priority, len(slots), self.layout.device)
-        if len(slots) and not self.lacks_td_errors(index, slots, priority, storage):
+        if len(slots):
             self.state.updates.apply(index, slots, error, stamp)
 
     # --- inspection and state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
-from torchrl_replay_ext.kernels.reasons import EMPTY, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.base import Distribution
 from torchrl_replay_ext.samplers.slot_index import out_of_range
-from torchrl_replay_ext.samplers.td_errors import invalid_td_error
+from torchrl_replay_ext.samplers.td_errors import NO_TD_ERROR, invalid_td_error
 
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
@@ -102,6 +103,11 @@ class SlotUpdates:
         in_graph = is_traced()
         refuses = not in_graph and (self._layout.validate or slots.is_cpu)
         is_own = stamp is None and not in_graph and self._log.is_last_write(index, slots)
+        # on accelerators only a number that was expanded is read, as TorchRL's buffers do
+        is_expanded = slots.shape[0] == 1 or error.stride(0) == 0
+        if is_expanded and not refuses and not in_graph and error[0] == NO_TD_ERROR:
+            self._ignore(index, slots)
+            return
         *state, nothing = self._views()
         real, count = nothing, slots.shape[0]
         if stamp is None and self._padded and not in_graph and not is_own:
@@ -115,6 +121,9 @@ class SlotUpdates:
         rows_update(*state, *rows, not in_graph, refuses, is_own, kept, d, result)
         if refuses:
             reason, count = result.tolist()
+            if reason == INVALID and float(error[count]) == NO_TD_ERROR:
+                self._ignore(index, slots)
+                return
             if reason:
                 raise self._refusal(reason, slots, error, row=count)
         if not isinstance(kept, Tensor):
@@ -127,6 +136,20 @@ class SlotUpdates:
         if not in_graph:
             self._log.announce(None)
         self.step()
+
+    def _ignore(self, index: Any, slots: Tensor) -> None:
+        """Ignore an update without TD errors. A sample is counted, with a warning; not rows that were just stored."""
+        # a single row may be added as a batch
+        if self._log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
+            self._log.announce(None)
+        elif self._log.num_draws.item():
+            self.counts[1].add_(len(slots))
+            warnings.warn(
+                f"{self._owner}: the batch has no TD errors in the entry that the buffer's priority_key names "
+                '(default: "td_error"), so priorities stay as they are. The loss must write this entry, or pass '
+                "priority_key=.",
+                stacklevel=2,
+            )
 
     def _refusal(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:
         """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.reasons`."""

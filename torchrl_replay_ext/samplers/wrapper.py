@@ -71,7 +71,7 @@ class SamplerWrapper(ShowsArguments, Sampler):
 
     @property
     def default_priority(self) -> float:
-        """The argument of ``update_priority`` that results in the priority of a new transition."""
+        """The number that TorchRL's buffers pass for rows without TD errors."""
         return self._inner.default_priority
 
     def add(self, index: int) -> None:
