@@ -94,14 +94,12 @@ class RowView(Protocol):
     slots: Tensor
     slots_as_index: Array
 
-    def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
-        """One number per row, [n]; None if the entry is missing.
+    def columns(self, keys: Sequence[NestedKey]) -> list[Tensor | None]:
+        """One number per row of each entry, [n]; None for entries that are missing."""
+        ...
 
-        Args:
-            key: name of the entry.
-            why: the end of the error message that says who should have written the entry. If given, a missing entry
-                raises KeyError. Default: None.
-        """
+    def missing(self, key: NestedKey, why: str) -> KeyError:
+        """The error for an entry that is not stored; ``why`` says who should have written it."""
         ...
 
     def require(self, key: NestedKey, why: str) -> None:

@@ -137,11 +137,10 @@ class Reliability(WriteObserver):
         marks = self._reader.read(rows, needs_ids=self._episodes.assigned)
         finished = marks.ended
         if self._truncated == "ongoing":
-            terminated = rows.column(
-                self._terminated_key,
-                "which truncated='ongoing' needs. The environment should write it; pass its name as terminated_key=.",
-            )
-            assert terminated is not None
+            (terminated,) = rows.columns([self._terminated_key])
+            if terminated is None:
+                why = "which truncated='ongoing' needs. The environment should write it; pass its name as "
+                raise rows.missing(self._terminated_key, f"{why}terminated_key=.")
             finished = terminated.to(torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,27 +52,34 @@ class StoredRows:
         self.owner, self.slots, self.slots_as_index = owner, slots, slots_as_index
         self.is_rewrite, self._storage, self._num_slots = is_rewrite, storage, num_slots
 
-    def column(self, key: NestedKey, why: str | None = None) -> Tensor | None:
-        """One number per row, [n]. If the entry is missing: None, or KeyError if ``why`` says why it is required."""
+    def columns(self, keys: Sequence[NestedKey]) -> list[Tensor | None]:
+        """One number per row of each entry, [n]; None for entries that are missing."""
         if self._storage is None:
-            raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {key!r}.")
-        (column,) = _torchrl.entries_of(stored_tensordict(self.owner, self._storage), [key])
-        if column is None:
-            if why is None:
-                return None
-            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
-        if column.numel() != self._num_slots:
-            raise ValueError(
-                f"{self.owner}: the entry {key!r} has shape {tuple(column.shape)}; one number per transition is needed."
-            )
-        flat = column.reshape(-1)
+            raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {keys[0]!r}.")
+        found = _torchrl.entries_of(stored_tensordict(self.owner, self._storage), keys)
         # a slice takes a third of the time
-        return flat[self.slots_as_index] if isinstance(self.slots_as_index, slice) else flat.index_select(0, self.slots)
+        is_slice, columns = isinstance(self.slots_as_index, slice), []
+        for key, column in zip(keys, found, strict=True):
+            if column is None:
+                columns.append(None)
+            elif column.numel() != self._num_slots:
+                shape = tuple(column.shape)
+                raise ValueError(
+                    f"{self.owner}: the entry {key!r} has shape {shape}; one number per transition is needed."
+                )
+            else:
+                flat = column.reshape(-1)
+                columns.append(flat[self.slots_as_index] if is_slice else flat.index_select(0, self.slots))
+        return columns
+
+    def missing(self, key: NestedKey, why: str) -> KeyError:
+        """The error for an entry that is not stored; ``why`` says who should have written it."""
+        return KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
 
     def require(self, key: NestedKey, why: str) -> None:
         """Raise KeyError if an entry is missing."""
         if stored_tensordict(self.owner, self._storage).get(key, None) is None:
-            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
+            raise self.missing(key, why)
 
     def entry(self, key: NestedKey, why: str) -> Tensor:
         """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
@@ -81,7 +89,7 @@ class StoredRows:
         data = _torchrl.stored_data(storage)
         column = data.get(key, None) if is_tensor_collection(data) else None
         if column is None:
-            raise KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
+            raise self.missing(key, why)
         return column.reshape(self._num_slots, -1)[self.slots]
 
 
@@ -95,7 +103,7 @@ class EpisodeReader:
     """
 
     def __init__(self, *, done_key: NestedKey, traj_key: NestedKey, init_key: NestedKey):
-        self._done_key, self._traj_key, self._init_key = done_key, traj_key, init_key
+        self._keys = done_key, traj_key, init_key
 
     def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
         """Read the entries of ``rows``.
@@ -103,11 +111,12 @@ class EpisodeReader:
         Raises:
             KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
         """
-        why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
-        ended = rows.column(self._done_key, "which the environment writes; pass its name as done_key=.")
-        trajectory = rows.column(self._traj_key, why if needs_ids else None)
-        initial = rows.column(self._init_key)
-        assert ended is not None
+        ended, trajectory, initial = rows.columns(self._keys)
+        if ended is None:
+            raise rows.missing(self._keys[0], "which the environment writes; pass its name as done_key=.")
+        if trajectory is None and needs_ids:
+            why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
+            raise rows.missing(self._keys[1], why)
         return EpisodeMarks(
             ended.to(torch.bool),
             None if trajectory is None else trajectory.to(torch.int64),

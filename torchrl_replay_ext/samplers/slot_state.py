@@ -218,7 +218,8 @@ class SlotState:
         if not consecutive:
             order = torch.arange(slots.shape[0], device=slots.device)
             consecutive = bool((slots == (slots[0] + order) % self.layout.num_slots).all())
-        if not consecutive or not _torchrl.has_round_robin_writers(storage):
+        # where the cursor is known, the writer fills the ring
+        if not consecutive or (write.cursor < 0 and not _torchrl.has_round_robin_writers(storage)):
             raise ValueError(
                 f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
             )
