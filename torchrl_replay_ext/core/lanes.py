@@ -22,7 +22,7 @@ from torchrl_replay_ext.kernels.lanes_layout import (
     UNCHECKED,
     WRITTEN,
 )
-from torchrl_replay_ext.kernels.ops import Kernel, Views, empty
+from torchrl_replay_ext.kernels.ops import Kernel, Views
 
 
 class EpisodeMarks(NamedTuple):
@@ -99,8 +99,7 @@ class Lanes:
         state, interrupted, result, no_numbers, no_marks = self._views()
         trajectory = no_numbers if marks.trajectory is None else marks.trajectory
         initial = no_marks if marks.initial is None else marks.initial
-        lane, begins = empty(state, slots.shape[0], torch.int64), empty(state, slots.shape[0], torch.bool)
-        rows = slots.contiguous(), trajectory, marks.ended, initial, self.assigned, strictness, lane, begins
+        rows = slots.contiguous(), trajectory, marks.ended, initial, self.assigned, strictness
         kernel(state, interrupted, result, *rows, *arguments)
         if can_raise:
             outcome, number = result.tolist()

@@ -62,7 +62,7 @@ class WriteLog:
         state = self.generation, self.num_writes, self.draws, self.num_draws
         # what kernels take: these, and the empty arrays that stand for draws, numbers, weights and stamps
         self.views = Views(*state, self.draws[:0].clone(), *nothing)
-        # the step of the ring at which the last write that the sampler was notified of ended
+        # the step of the ring at which the last write ended; only kept if the order of the writes matters
         self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
@@ -168,23 +168,23 @@ class WriteLog:
         else:
             self.last_seen_step.fill_(step)
 
-    def next_step(self) -> int | None:
-        """The step where the next write should begin; None if unknown."""
-        last = int(self.last_seen_step)
-        return (last + 1) % self.layout.steps if last >= 0 else None
+    def locate(self, slots: Tensor, cursor: int | Tensor | None, *, in_order: bool) -> RingWrite:
+        """Find where a write of ``slots`` [n] lies in the ring.
 
-    def locate(self, slots: Tensor, cursor: int | Tensor | None) -> RingWrite:
-        """Find where a write of ``slots`` [n] lies in the ring. ``cursor``: see :class:`RingWrite`; None: unknown."""
-        cursor, lanes, index = -1 if cursor is None else cursor, self.layout.slots_per_step, as_index(slots)
+        Args:
+            slots: int64 [n].
+            cursor: see :class:`RingWrite`; None: unknown.
+            in_order: False if the order of writes does not matter; ``expected`` and ``cursor`` are then unknown.
+        """
+        lanes, index = self.layout.slots_per_step, as_index(slots)
+        position = [self.last_seen_step, -1 if cursor is None else cursor] if in_order else [UNKNOWN, -1]
         if isinstance(index, slice):
-            first, last = index.start, index.stop - 1
-            others = [first, last, *read(self.last_seen_step, cursor)]
+            first, last = smallest, largest = index.start, index.stop - 1
         elif isinstance(index, np.ndarray):
-            first, last, *others = map(int, (index[0], index[-1], index.min(), index.max()))
-            others += read(self.last_seen_step, cursor)
+            first, last, smallest, largest = map(int, (index[0], index[-1], index.min(), index.max()))
         else:
-            first, last, *others = read(slots[0], slots[-1], *torch.aminmax(slots), self.last_seen_step, cursor)
-        smallest, largest, seen, cursor = others
+            first, last, smallest, largest, *position = read(slots[0], slots[-1], *torch.aminmax(slots), *position)
+        seen, cursor = read(*position) if in_order else position
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
         return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 

@@ -93,14 +93,15 @@ def _stop(lane, memory, arrays):
 
 @loop
 def write(
-    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins,
+    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
     finished, d, num_writes, lane_episode, lane_next, count, free_records, free_pages, *arrays,
 ):  # fmt: skip
     """Write new transitions with the same priority ``d`` [1] to ``slots`` [n], in order; they replace what was there.
 
-    The arguments up to ``begins`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. An episode that
+    The arguments up to ``strictness`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. An episode that
     ended is ``finished`` [n] for reliability; ``num_writes`` [1] is the number of writes before this one.
     """
+    lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
         lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
     ):

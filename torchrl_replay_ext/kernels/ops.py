@@ -207,7 +207,7 @@ _SUMS += "Tensor(m!) is_finished, Tensor(n!) updated_at, Tensor(o!) totals, Tens
 # the arguments of ``lanes.assign``
 _ASSIGNED = (
     "Tensor(s!) lanes, Tensor(t!) interrupted, Tensor(u!) result, Tensor slots, Tensor trajectory, Tensor ended, "
-    "Tensor initial, bool is_assigned, int strictness, Tensor(v!) lane_of, Tensor(w!) begins, "
+    "Tensor initial, bool is_assigned, int strictness, "
 )
 
 episodes_write = Kernel(

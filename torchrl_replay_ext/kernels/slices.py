@@ -14,14 +14,15 @@ from torchrl_replay_ext.kernels.tree import put
 
 @loop
 def write(
-    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins,
+    lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
     is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity,
 ):  # fmt: skip
     """Write new transitions to ``slots`` [n], in order.
 
-    The arguments up to ``begins`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. If ``is_padded``,
+    The arguments up to ``strictness`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. If ``is_padded``,
     slices may begin at each transition.
     """
+    lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
         lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
     ):

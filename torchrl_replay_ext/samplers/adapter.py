@@ -197,7 +197,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             self.require_bound(storage)
             slots = self.flat_slots(index)
             self.state.insert(slots[-self.layout.num_slots :], storage)
-            self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
+            if self.state.needs_order:
+                self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
         slots = flat_slots(self.owner, index, self.layout)

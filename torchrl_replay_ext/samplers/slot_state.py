@@ -76,7 +76,8 @@ class SlotState:
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         # all parts that are updated at each write; observers first, since they may reject rows
         self._parts: list[WriteObserver] = [self.distribution]
-        self._needs_order = self.distribution.needs_order
+        # True if the order of the writes matters to a part
+        self.needs_order = self.distribution.needs_order
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()
@@ -94,7 +95,7 @@ class SlotState:
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""
         self._parts.insert(len(self._parts) - 1, make(self.log))
-        self._needs_order = any(part.needs_order for part in self._parts)
+        self.needs_order = any(part.needs_order for part in self._parts)
 
     def hyperparameters_changed(self) -> None:
         """Called after hyperparameters were changed."""
@@ -139,7 +140,7 @@ class SlotState:
         for part in self._parts:
             part.before_ingest(count, (following or 0) * self.layout.slots_per_step)
         self.insert(slots, storage)
-        if following is not None:
+        if following is not None and self.needs_order:
             self.log.see_step((following - 1) % self.layout.steps)
 
     def synchronize(self, storage: Storage | None) -> bool:
@@ -169,14 +170,15 @@ class SlotState:
             self.distribution.sync()
             return
         count = slots.numel()
-        cursor = _torchrl.next_step_value(storage) if self._needs_order else None
-        write = self.log.locate(slots, cursor)
+        in_order = self.needs_order
+        cursor = _torchrl.next_step_value(storage) if in_order else None
+        write = self.log.locate(slots, cursor, in_order=in_order)
         if write.smallest < 0 and len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
             slots = slots[slots >= 0]
             if not slots.numel():
                 return
-            write = self.log.locate(slots, cursor)
+            write = self.log.locate(slots, cursor, in_order=in_order)
         if write.smallest < 0 or write.largest >= self.layout.num_slots:
             require_in_range(self.owner, slots, self.layout.num_slots, self.layout.shape)
         if slots.device != self.layout.device:
@@ -192,7 +194,7 @@ class SlotState:
 
     def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
-        if self._needs_order:
+        if self.needs_order:
             if self.log.is_rewrite(slots.numel(), write):
                 self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
                 return
@@ -209,8 +211,9 @@ class SlotState:
             slots = slots[-self.layout.num_slots :]
             index = as_index(slots)
         self.insert(slots, storage, index)
-        # last, because the write may be rejected
-        self.log.see_step(write.last)
+        if self.needs_order:
+            # last, because the write may be rejected
+            self.log.see_step(write.last)
 
     def _require_ring_order(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Raise ValueError if the writer does not fill one slot of the ring after the other."""

@@ -274,8 +274,7 @@ def _shapes(leaves: Tensor, capacity: int, position_of: Tensor, start_of: Tensor
 
 def write(
     lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
-    finished: Tensor, d: Tensor, num_writes: Tensor,
+    initial: Tensor, is_assigned: bool, strictness: int, finished: Tensor, d: Tensor, num_writes: Tensor,
     lane_episode: Tensor, lane_next: Tensor, count: Tensor, free_records: Tensor, free_pages: Tensor,
     leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, position_of: Tensor, num_lanes: int, span: int,
     lane_total: Tensor, episode: Tensor, start_of: Tensor, is_finished: Tensor, updated_at: Tensor, totals: Tensor,
@@ -283,10 +282,11 @@ def write(
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     rows = slots, trajectory, ended, initial
-    if not assign(lanes, interrupted, result, *rows, is_assigned, strictness, lane_of, begins):
+    assigned = assign(lanes, interrupted, result, *rows, is_assigned, strictness)
+    if assigned is None:
         return
     _write[(1,)](
-        slots, lane_of, begins, ended, finished, d.mul(UNIT).ceil_().to(torch.int64), num_writes + 1, len(slots),
+        slots, *assigned, ended, finished, d.mul(UNIT).ceil_().to(torch.int64), num_writes + 1, len(slots),
         lane_episode, lane_next, count, free_records, free_pages, len(free_pages) - 1, leaves, nodes, len(nodes), pages,
         capacity=capacity, position_of=position_of, num_lanes=num_lanes, span=span, lane_total=lane_total,
         episode=episode, size=len(episode), start_of=start_of, is_finished=is_finished, updated_at=updated_at,

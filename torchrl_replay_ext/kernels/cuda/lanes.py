@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
@@ -85,9 +86,13 @@ def _assign(
 
 def assign(
     lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
-) -> bool:  # fmt: skip
-    """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome."""
+    initial: Tensor, is_assigned: bool, strictness: int,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome.
+
+    Returns the lanes of the rows and whether episodes begin with them; None if the write is refused.
+    """
+    lane_of, begins = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
     can_refuse = strictness > lanes_layout.UNCHECKED
     state, total = (lanes.clone(), interrupted.clone()) if can_refuse else (lanes, interrupted)
     num_lanes, rows = lanes.shape[1], (slots, trajectory, ended, initial, lane_of, begins)
@@ -100,7 +105,7 @@ def assign(
         outcome = int(result[0])
         careful = outcome == lanes_layout.INTERRUPTS and strictness == lanes_layout.CAREFUL
         if outcome == lanes_layout.TOO_MANY or careful:
-            return False
+            return None
         lanes.copy_(state)
         interrupted.copy_(total)
-    return True
+    return lane_of, begins

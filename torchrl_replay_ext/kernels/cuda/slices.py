@@ -69,17 +69,17 @@ def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: 
 
 def write(
     lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
-    is_padded: bool, time: Tensor, following: Tensor,
+    initial: Tensor, is_assigned: bool, strictness: int, is_padded: bool, time: Tensor, following: Tensor,
     recent: Tensor, rows: Tensor, run: Tensor, leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     given = slots, trajectory, ended, initial
-    if not assign(lanes, interrupted, result, *given, is_assigned, strictness, lane_of, begins):
+    assigned = assign(lanes, interrupted, result, *given, is_assigned, strictness)
+    if assigned is None:
         return
     num_lanes, length = recent.shape
     _write[(1,)](
-        slots, lane_of, begins, ended, len(slots), time, following, min(len(following), capacity), recent, num_lanes,
+        slots, *assigned, ended, len(slots), time, following, min(len(following), capacity), recent, num_lanes,
         length, rows, run, leaves, nodes, len(nodes), pages, capacity,
         is_padded=is_padded, levels=_levels(capacity), num_warps=1,
     )  # fmt: skip
