@@ -154,3 +154,11 @@ def test_moves_to_a_device():
     hyperparameter.to(torch.device("cpu"), torch.device("cpu"))
     hyperparameter.step()
     assert hyperparameter.current() == 0.5
+
+
+@pytest.mark.parametrize("value", [-0.1, 0.9, float("nan"), 1e308])
+def test_a_value_outside_of_its_schedule_is_refused(value):
+    hyperparameter = beta(Anneal(0.0, 0.5, 4))
+    with pytest.raises(ValueError, match=r"beta"):
+        hyperparameter.load(torch.tensor([value, 1.0, 0.0, 0.5, 4.0], dtype=torch.float64))
+    assert hyperparameter.state().tolist() == [0.0, 0.0, 0.0, 0.5, 4.0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import as_number, shown, within_limits
+from torchrl_replay_ext.arguments import ROUNDING, as_number, shown, within_limits
 from torchrl_replay_ext.compilation import values_can_be_read
 from torchrl_replay_ext.kernels.ops import Views
 
@@ -146,6 +146,8 @@ class Hyperparameter:
             self._within_limits(number)
         if count < 0 or num_updates < 1:
             raise ValueError(f"{self._owner}({self._name}): a schedule of {num_updates} updates cannot be at {count}.")
+        if not min(start, end) - ROUNDING <= value <= max(start, end) + ROUNDING:
+            raise ValueError(f"{self._owner}({self._name}): a schedule from {start} to {end} cannot be at {value}.")
         self._assign(value, count, start, end, num_updates)
 
 

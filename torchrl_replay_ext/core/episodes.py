@@ -149,7 +149,7 @@ class EpisodeIndex:
         d: Tensor,
         num_writes: Tensor,
         marks: EpisodeMarks,
-        finished: Tensor,
+        finished: Array,
     ) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 

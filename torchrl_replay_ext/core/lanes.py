@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import Array, is_traced
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.lanes_layout import (
     CAREFUL,
@@ -29,14 +29,14 @@ class EpisodeMarks(NamedTuple):
     """Ends, trajectory ids and first transitions of episodes in the rows of a write.
 
     Args:
-        ended: the episode ends with this transition, bool [n].
+        ended: the episode ends with this transition, bool [n], a tensor or an array.
         trajectory: trajectory ids, int64 [n]; required if lanes are assigned. Default: None, not stored.
         initial: the transition is the first of its episode, bool [n]. Default: None, not stored.
     """
 
-    ended: Tensor
-    trajectory: Tensor | None = None
-    initial: Tensor | None = None
+    ended: Array
+    trajectory: Array | None = None
+    initial: Array | None = None
 
 
 class Lanes:

@@ -177,16 +177,17 @@ class WriteLog:
             in_order: False if the order of writes does not matter; ``expected`` and ``cursor`` are then unknown.
         """
         lanes, index = self.layout.slots_per_step, as_index(slots)
-        position = [self.last_seen_step, -1 if cursor is None else cursor] if in_order else [UNKNOWN, -1]
+        seen, cursor = (self.last_seen_step, -1 if cursor is None else cursor) if in_order else (UNKNOWN, -1)
         if isinstance(index, slice):
             first, last = smallest, largest = index.start, index.stop - 1
         elif isinstance(index, np.ndarray):
             first, last, smallest, largest = map(int, (index[0], index[-1], index.min(), index.max()))
         else:
-            first, last, smallest, largest, *position = read(slots[0], slots[-1], *torch.aminmax(slots), *position)
-        seen, cursor = read(*position) if in_order else position
+            numbers = read(slots[0], slots[-1], *torch.aminmax(slots), seen, cursor)
+            first, last, smallest, largest, seen, cursor = numbers
+        seen = int(seen)
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
-        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
+        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, int(cursor))
 
     def is_rewrite(self, count: int, write: RingWrite) -> bool:
         """True if a write of ``count`` rows changed stored rows in place: the writer is not where it would be else.

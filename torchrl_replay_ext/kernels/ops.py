@@ -133,6 +133,11 @@ def empty(like: Any, count: int, dtype: torch.dtype) -> Any:
     return torch.empty(count, dtype=dtype, device=like.device)
 
 
+def cast(numbers: Any, dtype: torch.dtype) -> Any:
+    """An array or a tensor in another dtype."""
+    return numbers.astype(_NUMPY[dtype], copy=False) if type(numbers) is np.ndarray else numbers.to(dtype)
+
+
 def as_tensor(numbers: Any) -> Tensor:
     """A tensor with the memory of an array; a tensor itself."""
     return torch.from_numpy(numbers) if type(numbers) is np.ndarray else numbers

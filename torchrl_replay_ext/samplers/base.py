@@ -94,8 +94,8 @@ class RowView(Protocol):
     slots: Tensor
     slots_as_index: Array
 
-    def columns(self, keys: Sequence[NestedKey]) -> list[Tensor | None]:
-        """One number per row of each entry, [n]; None for entries that are missing."""
+    def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
+        """One number per row of each entry, [n], as kernels take them; None for entries that are missing."""
         ...
 
     def missing(self, key: NestedKey, why: str) -> KeyError:

@@ -18,7 +18,7 @@ from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw, reaper_smallest
+from torchrl_replay_ext.kernels.ops import Views, cast, empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums, WriteObserver
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
@@ -141,7 +141,7 @@ class Reliability(WriteObserver):
             if terminated is None:
                 why = "which truncated='ongoing' needs. The environment should write it; pass its name as "
                 raise rows.missing(self._terminated_key, f"{why}terminated_key=.")
-            finished = terminated.to(torch.bool)
+            finished = cast(terminated, torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
             self._episodes.update(slots, priority, None)
