@@ -25,7 +25,7 @@ from torchrl_replay_ext.samplers.base import ShardRows, Sums
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
-from torchrl_replay_ext.samplers.td_errors import NO_TD_ERROR, td_errors
+from torchrl_replay_ext.samplers.slot_updates import NO_TD_ERROR, td_errors
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
+from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -18,11 +20,45 @@ from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.base import Distribution
 from torchrl_replay_ext.samplers.slot_index import out_of_range
-from torchrl_replay_ext.samplers.td_errors import NO_TD_ERROR, invalid_td_error
 
+# Stands for a TD error that is missing. TorchRL's buffers pass it for rows that they add and for samples without TD
+# errors. It is negative, and no TD error.
+NO_TD_ERROR = -(2.0**-100)
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
 _EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
+
+
+def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tensor:
+    """Convert TD errors to one for each slot.
+
+    Args:
+        owner: the class that error messages name.
+        given: TD errors, one for each slot, or a scalar for all slots.
+        count: number of slots.
+        device: device of the result.
+
+    Returns:
+        float32 [count].
+
+    Raises:
+        ValueError: if ``given`` has another number of elements.
+    """
+    if isinstance(given, Tensor) and given.dtype == torch.float32 and given.device == device:
+        # conversions that change nothing take as long as the rest
+        error = given.detach() if given.requires_grad else given
+    else:
+        error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
+    if error.ndim != 1:
+        error = error.reshape(-1)
+    if error.shape[0] == count:
+        return error
+    if torch.as_tensor(given).ndim != 0:
+        raise ValueError(
+            f"{owner}.update_priority: there are {error.shape[0]} TD errors for {count} indices; pass one TD error per "
+            "transition."
+        )
+    return error.expand(count)
 
 
 class SlotUpdates:
@@ -158,7 +194,11 @@ class SlotUpdates:
             return out_of_range(self._owner, slot, self._layout.shape)
         if reason == EMPTY:
             return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
-        return invalid_td_error(self._owner, float(error[row]), slot, row, self._distribution.max_supported_priority)
+        limit = self._distribution.max_supported_priority
+        return ValueError(
+            f"{self._owner}.update_priority: TD error {shown(np.float32(error[row]))} at index {slot} (position {row} of "
+            f"the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
+        )
 
     def step(self) -> None:
         """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
