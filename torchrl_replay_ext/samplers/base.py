@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
 from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.samplers.rows import RowView
 
 __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "WriteObserver"]
 
@@ -78,39 +78,6 @@ class ShardRows(NamedTuple):
     probability: Tensor
     eta: Tensor
     count: Tensor | None
-
-
-class RowView(Protocol):
-    """Access to the rows of a write.
-
-    Args:
-        slots: int64 [n].
-        slots_as_index: the same slots as a slice or NumPy array where values can be read, see
-            :func:`~torchrl_replay_ext.indices.as_index`.
-        is_rewrite: True if these rows were stored before and changed in place (``rb.mark_update``). Only known if a
-            part :attr:`~WriteObserver.needs_order`.
-    """
-
-    slots: Tensor
-    slots_as_index: Array
-
-    def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
-        """One number per row of each entry, [n], as kernels take them; None for entries that are missing."""
-        ...
-
-    def missing(self, key: NestedKey, why: str) -> KeyError:
-        """The error for an entry that is not stored; ``why`` says who should have written it."""
-        ...
-
-    def require(self, key: NestedKey, why: str) -> None:
-        """Raise KeyError if an entry is missing."""
-        ...
-
-    def entry(self, key: NestedKey, why: str) -> Tensor:
-        """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
-        ...
-
-    is_rewrite: bool
 
 
 class WriteObserver(ABC):

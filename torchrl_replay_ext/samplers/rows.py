@@ -14,7 +14,6 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.kernels.ops import cast
-from torchrl_replay_ext.samplers.base import RowView
 
 
 def stored_tensordict(owner: str, storage: Storage | None) -> Any:
@@ -28,7 +27,7 @@ def stored_tensordict(owner: str, storage: Storage | None) -> Any:
     return data
 
 
-class StoredRows:
+class RowView:
     """The rows at ``slots`` [n] of a storage.
 
     Args:
@@ -38,7 +37,8 @@ class StoredRows:
         slots_as_index: the same slots as a slice or NumPy array where values can be read, see
             :func:`~torchrl_replay_ext.indices.as_index`.
         num_slots: number of slots of the storage.
-        is_rewrite: True if the rows were stored before and changed in place.
+        is_rewrite: True if the rows were stored before and changed in place (``rb.mark_update``). Only known if a part
+            :attr:`~torchrl_replay_ext.samplers.base.WriteObserver.needs_order`.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
-from torchrl_replay_ext.samplers.rows import StoredRows
+from torchrl_replay_ext.samplers.rows import RowView
 from torchrl_replay_ext.samplers.slot_index import require_in_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
 
@@ -239,7 +239,7 @@ class SlotState:
             is_rewrite: True if the rows were stored before and changed in place. Default: False.
         """
         index = as_index(slots) if index is None else index
-        rows = StoredRows(self.owner, storage, slots, index, self.layout.num_slots, is_rewrite)
+        rows = RowView(self.owner, storage, slots, index, self.layout.num_slots, is_rewrite)
         self.priorities.exclude(slots)
         inserted: list[WriteObserver] = []
         try:

@@ -196,8 +196,8 @@ class SlotUpdates:
             return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
         limit = self._distribution.max_supported_priority
         return ValueError(
-            f"{self._owner}.update_priority: TD error {shown(np.float32(error[row]))} at index {slot} (position {row} of "
-            f"the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
+            f"{self._owner}.update_priority: TD error {shown(np.float32(error[row]))} at index {slot} (position {row} "
+            f"of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
         )
 
     def step(self) -> None:
