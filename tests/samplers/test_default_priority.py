@@ -19,7 +19,9 @@ CAPACITY, BATCH = 30, 6
 
 def event_tables(kind):
     # with this eta and omega, draws depend only on the priorities
-    priority = {"kind": kind, "max_priority_within_buffer": True} | ({"omega": 0.0} if kind == "reaper" else {})
+    priority = {"kind": kind, "max_priority_within_buffer": True} | (
+        {"omega": 0.0, "on_load": "continue"} if kind == "reaper" else {}
+    )
     return event_sampler(9, share=0.0, priority=priority)
 
 

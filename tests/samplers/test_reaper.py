@@ -386,3 +386,25 @@ def test_any_number_of_trajectories_may_break_off_in_one_write():
     assert int(buffer.sampler.stats()["interrupted"]) == 99
     with Refuses(buffer, ValueError, "trajectory 0 continues"):
         buffer.extend(transitions([Step(150, 150), Step(151, 0)]))
+
+
+@pytest.mark.parametrize("on_load", ["truncate", "continue"])
+@pytest.mark.parametrize("streams", [{}, {"num_streams": 2}])
+def test_episodes_across_a_restart(on_load, streams):
+    """R of Equation 16 by hand: Σd up to t, divided by the largest Σd of an episode, where no episode is finished."""
+    ids = None if not streams else [0] * 4
+
+    def make():
+        sampler = ReaPERSampler(alpha=0.0, omega=1.0, eps=0.0, td_error="absolute", on_load=on_load, **streams)
+        return data.buffer_with(sampler, 20)
+
+    saved, buffer = make(), make()
+    saved.extend(data.rows(4, ids=ids))
+    buffer.load_state_dict(saved.state_dict())
+    buffer.extend(data.rows(4, first=4, ids=ids))
+    buffer.update_priority(torch.arange(8), torch.ones(8))
+    buffer.sampler.check_valid()
+    reliability = torch.tensor([1.0, 2.0, 3.0, 4.0] * 2) if on_load == "truncate" else torch.arange(1.0, 9.0)
+    expected = (reliability / reliability.sum()).double()
+    torch.testing.assert_close(buffer.sampler.probabilities(buffer.storage), expected)
+    assert buffer.sampler.stats()["interrupted"] == 0

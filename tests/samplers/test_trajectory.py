@@ -444,21 +444,24 @@ def test_every_prioritized_sampler_draws_anchors(kind):
 
 
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
+@pytest.mark.parametrize("on_load", ["truncate", "continue"])
 @pytest.mark.parametrize("ids", [[4, 5, 6], [4, 8, 9], [8, 9, 10]])
-def test_after_a_load_any_stream_may_go_on_or_begin_a_new_trajectory(ids):
+def test_after_a_load_any_stream_may_go_on_or_begin_a_new_trajectory(ids, on_load):
     """A resumed run begins with new environments, whose ids may be larger than all before."""
     saved = buffer_of(num_streams=3, slices=3)
     saved.extend(rows(6, ids=[4, 5, 6] * 2))
-    restored = buffer_of(num_streams=3, slices=3)
+    restored = buffer_of(num_streams=3, slices=3, on_load=on_load)
     restored.load_state_dict(saved.state_dict())
     restored.extend(rows(6, first=6, ids=ids * 2))
     restored.sampler.check_valid()
     found = slices_by_start(restored, "number", slices=3)
     for stream, number in enumerate(ids):
         before, after = [stream, stream + 3], [stream + 6, stream + 9]
-        assert found[stream] == (before + after if number in (4, 5, 6) else [*before, before[-1], before[-1]])
+        goes_on = on_load == "continue" and number in (4, 5, 6)
+        assert found[stream] == (before + after if goes_on else [*before, before[-1], before[-1]])
         assert found[stream + 6] == [*after, after[-1], after[-1]]
-    assert restored.sampler.stats()["interrupted"] == sum(number > 6 for number in ids)
+    interrupted = 0 if on_load == "truncate" else sum(number > 6 for number in ids)
+    assert restored.sampler.stats()["interrupted"] == interrupted
 
 
 def test_a_sampler_is_the_anchor_of_one_sampler_only():

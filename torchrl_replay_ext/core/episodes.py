@@ -138,6 +138,12 @@ class EpisodeIndex:
         if not self.assigned:
             self.lanes.end_all()
 
+    def end_all(self) -> None:
+        """End all unfinished episodes; for reliability they stay unfinished."""
+        none = self.episode.new_empty(0, dtype=torch.int64)
+        episodes_remove(none, True, *self._memory(), *self._sums())
+        self.lanes.end_all()
+
     def before_full_overwrite(self) -> None:
         """Remove all content and end all episodes before a write of more rows than slots."""
         self._clear_content()

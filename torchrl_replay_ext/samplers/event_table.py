@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers import Storage
 from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice, require_integer
+from torchrl_replay_ext.arguments import OnLoad, TDError, is_key, is_number, require_choice, require_integer
 from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
@@ -63,6 +63,7 @@ _REAPER: dict[str, Any] = {
     "terminated_key": ("next", "terminated"),
     "traj_key": ("collector", "traj_ids"),
     "init_key": "is_init",
+    "on_load": "truncate",
 }
 
 
@@ -82,6 +83,7 @@ class TablePriority(TypedDict, total=False):
     terminated_key: NestedKey
     traj_key: NestedKey
     init_key: NestedKey
+    on_load: OnLoad
 
 
 class EventTableSampler(DistributionSampler):

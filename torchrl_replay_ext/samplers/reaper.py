@@ -11,7 +11,14 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
-from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice, require_integer, require_nested_keys
+from torchrl_replay_ext.arguments import (
+    OnLoad,
+    TDError,
+    WeightNorm,
+    require_choice,
+    require_integer,
+    require_nested_keys,
+)
 from torchrl_replay_ext.compilation import Array, random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import TableView
@@ -114,6 +121,7 @@ class Reliability(WriteObserver):
         num_streams: number of environments whose transitions are interleaved in flat storage.
         truncated: whether truncated episodes are ``"finished"`` or ``"ongoing"``.
         terminated_key: entry that marks termination; used if ``truncated="ongoing"``.
+        on_load: what becomes of unfinished episodes when a state is loaded.
     """
 
     def __init__(
@@ -125,7 +133,9 @@ class Reliability(WriteObserver):
         num_streams: int,
         truncated: Truncated,
         terminated_key: NestedKey,
+        on_load: OnLoad,
     ):
+        self._on_load: OnLoad = on_load
         self._log, self.omega, self._reader = log, omega, reader
         self._truncated, self._terminated_key = truncated, terminated_key
         steps, num_lanes, assigned = log.layout.lanes(num_streams)
@@ -207,6 +217,8 @@ class Reliability(WriteObserver):
 
     def rebuild(self) -> None:
         self._episodes.rebuild_()
+        if self._on_load == "truncate":
+            self._episodes.end_all()
 
     def check_valid(self) -> None:
         self._episodes.check_valid()
@@ -333,10 +345,12 @@ def make_reliability(
     terminated_key: NestedKey,
     traj_key: NestedKey,
     init_key: NestedKey,
+    on_load: OnLoad,
 ) -> partial[Reliability]:
     """The model of R for a sampler, with checked arguments; see :class:`ReaPERSampler`."""
     require_integer(owner, "num_streams", num_streams)
     require_choice(owner, "truncated", truncated, get_args(Truncated))
+    require_choice(owner, "on_load", on_load, get_args(OnLoad))
     require_nested_keys(owner, done_key=done_key, terminated_key=terminated_key, traj_key=traj_key, init_key=init_key)
     return partial(
         Reliability,
@@ -345,6 +359,7 @@ def make_reliability(
         num_streams=num_streams,
         truncated=truncated,
         terminated_key=terminated_key,
+        on_load=on_load,
     )
 
 
@@ -416,6 +431,9 @@ class ReaPERSampler(DistributionSampler):
         traj_key: entry with trajectory ids, int64; used if present, required if ``num_streams`` > 1. Default:
             ``("collector", "traj_ids")``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        on_load: what becomes of unfinished episodes when a state is loaded. ``"truncate"`` (default): they end with
+            their last stored transition, because a new run begins new episodes. ``"continue"``: the next transitions
+            go on with them, for runs that restore the collector and its environments too.
         weight_norm: ``"batch"`` (default) divides weights by the largest weight of the batch, ``"buffer"`` by the
             largest weight of all stored transitions, which costs O(N) for each draw.
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
@@ -465,6 +483,7 @@ class ReaPERSampler(DistributionSampler):
         terminated_key: NestedKey = ("next", "terminated"),
         traj_key: NestedKey = ("collector", "traj_ids"),
         init_key: NestedKey = "is_init",
+        on_load: OnLoad = "truncate",
         weight_norm: WeightNorm = "batch",
         max_priority_within_buffer: bool = False,
         validate: bool = False,
@@ -481,6 +500,7 @@ class ReaPERSampler(DistributionSampler):
             num_streams=num_streams,
             truncated=truncated,
             terminated_key=terminated_key,
+            on_load=on_load,
         )
         super().__init__(
             capacity,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -13,7 +13,14 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import key_path, require_bool, require_integer, require_nested_keys
+from torchrl_replay_ext.arguments import (
+    OnLoad,
+    key_path,
+    require_bool,
+    require_choice,
+    require_integer,
+    require_nested_keys,
+)
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.slices import SliceIndex
@@ -59,7 +66,9 @@ class SliceStarts(Distribution):
         reader: EpisodeReader,
         behaviour_keys: Sequence[NestedKey],
         pad: bool,
+        on_load: OnLoad,
     ):
+        self._on_load: OnLoad = on_load
         self._log, self._slice_len = log, slice_len
         self._reader, self._behaviour_keys = reader, behaviour_keys
         steps, num_lanes, assigned = log.layout.lanes(num_streams)
@@ -123,6 +132,8 @@ class SliceStarts(Distribution):
 
     def rebuild(self) -> None:
         self.slices.rebuild_(self._stored())
+        if self._on_load == "truncate":
+            self.slices.lanes.end_all()
 
     def check_valid(self) -> None:
         stored = self._stored()
@@ -212,6 +223,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        on_load: what becomes of unfinished episodes when a state is loaded, ``"truncate"`` (default) or ``"continue"``;
+            see :class:`~torchrl_replay_ext.ReaPERSampler`.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
             it. If False (default), trajectories in excess of ``num_streams`` are only counted there, as ``interrupted``
             in :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
@@ -254,11 +267,13 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         pad: bool = True,
         anchors: Literal["uniform"] | DistributionSampler = "uniform",
         init_key: NestedKey = "is_init",
+        on_load: OnLoad = "truncate",
         validate: bool = False,
     ):
         for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
+        require_choice(_OWNER, "on_load", on_load, get_args(OnLoad))
         require_bool(_OWNER, "validate", validate)
         require_nested_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
@@ -303,6 +318,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
             behaviour_keys=self._behaviour_keys,
             pad=pad,
+            on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
