@@ -11,9 +11,11 @@
 * ``number``: the number of each slot's transition, in the order of writing. ``before``: the slot of the step before it
   in the same episode, -1 if there is none.
 * ``free``: a queue of the slots that no table holds; empty in a ring, whose default table is no list.
+* ``complete_from``: of the transitions that have entered a table, it still holds all with at least this number.
+* ``classes``, for pinned tables: the number of transitions of each class in each table, and in any table. The class of
+  a transition is the set of event tables that it has entered, including tables that have dropped it again: bit k - 1 is
+  set for table k. So for transitions of the same class, only the age decides which tables still hold them.
 * ``journal``: each position that changed, and the slot that entered or left it.
-
-``episodes`` are the open episodes of the writer: stream, last slot, its number, trajectory; see ``_cell``.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ from torchrl_replay_ext.kernels.tree import descend, prefix, put
 
 UNSENT, LEFT = -1, -2
 # entries of ``counters``
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
+WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
 # the mass of priority 1
 UNIT = 2**23
 SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
-# values of a cell of ``episodes`` instead of a slot
-NO_EPISODE, UNUSED = -1, -2
 
 
 @part
@@ -41,10 +41,36 @@ def _inside(index, size):
 
 @part
 def _note(position, slot, tables):
-    counters, journal = tables[10], tables[11]
+    counters, journal = tables[10], tables[13]
     place = counters[CHANGES] % journal.shape[0]
     journal[place, 0], journal[place, 1] = position, slot
     counters[CHANGES] += 1
+
+
+@part
+def _count(slot, change, tables):
+    """Add ``change`` to the counts of the class of a slot's transition."""
+    places, classes = tables[2], tables[12]
+    label, is_held = 0, False
+    for k in range(1, places.shape[0]):
+        label |= (places[k, slot] != UNSENT) << (k - 1)
+    for k in range(places.shape[0]):
+        if places[k, slot] >= 0:
+            classes[k, label] += change
+            is_held = True
+    if is_held:
+        classes[places.shape[0], label] += change
+
+
+@part
+def _move(row, slot, place, tables):
+    """Change the place of a slot in a list."""
+    if tables[12].shape[1] == 0:
+        tables[2][row, slot] = place
+        return
+    _count(slot, -1, tables)
+    tables[2][row, slot] = place
+    _count(slot, 1, tables)
 
 
 @part
@@ -63,11 +89,12 @@ def _join(k, older, newer, links, heads):
 @part
 def _leave(k, place, tables):
     """Take the entry ``place`` out of its table; the position stays."""
-    slot_at, links, places, heads, counts, _, begins, _, _, free, counters, _ = tables
+    slot_at, links, places, heads, counts, _, begins, number, _, free, counters, complete_from, _, _ = tables
     first = counts.shape[0] - places.shape[0]
     position = begins[first] + place
     slot = _inside(slot_at[position], places.shape[1])
-    places[k - first, slot] = LEFT
+    _move(k - first, slot, LEFT, tables)
+    complete_from[k] = max(complete_from[k], number[slot] + 1)
     _join(k, links[0, place], links[1, place], links, heads)
     _note(position, slot, tables)
     if free.shape[0] > 0:
@@ -81,7 +108,7 @@ def _leave(k, place, tables):
 @part
 def _remove(k, place, tables):
     """Remove the entry ``place`` of a table; the last one moves to its position."""
-    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     first = counts.shape[0] - places.shape[0]
     base = begins[first]
     place = _inside(place, links.shape[1])
@@ -117,7 +144,8 @@ def _put(k, place, slot, tables):
     slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     first = counts.shape[0] - places.shape[0]
     position = begins[first] + place
-    slot_at[position], places[k - first, slot] = slot, position
+    slot_at[position] = slot
+    _move(k - first, slot, position, tables)
     _join(k, heads[1, k], place, links, heads)
     links[1, place], heads[1, k] = -1, place
     _note(position, slot, tables)
@@ -139,38 +167,25 @@ def _step_before(slot, tables):
     return previous
 
 
-@part
-def _cell(stream, episodes):
-    """The cell of a stream, or the unused one for it; -1 if there is none. A stream's cells follow one another."""
-    size = episodes.shape[0]
-    for k in range(size):
-        cell = ((stream ^ (stream >> 20) ^ (stream >> 40)) + k) & (size - 1)
-        if episodes[cell, 1] == UNUSED or episodes[cell, 0] == stream:
-            return cell
-    return -1
-
-
 @loop
-def write(
-    episodes, used, slots, stream, trajectory, ends, begins_, occurred, table_of, history, result, *tables
-):  # fmt: skip
-    """Write the rows from number ``result[0]`` on to the default table, and fill the event tables, row by row.
+def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, history, *tables):
+    """Write rows to the default table, and fill the event tables, row by row.
 
     Args:
-        episodes: open episodes, [cells, 4]; the number of cells is a power of 2.
-        used: number of cells in use, [1].
+        episodes: slot and number of the last step of each open episode, and its trajectory, int64 [lanes, 3]; slot -1
+            if there is none.
         slots: the slots, int64 [n]; with pinned tables a result.
-        stream: stream of each row, int64 [n].
-        trajectory: trajectory id of each row, int64 [n]; empty if the stream is all that is known.
+        lane: lane of each row, int64 [n].
+        trajectory: trajectory id of each row, int64 [n]; empty if the lane is all that is known.
         ends: True if the row is the last of an episode, bool [n].
         begins_: True if the row is the first of an episode, bool [n]; empty if no row is marked.
         occurred: True if an event occurs in a row, bool [n, events].
         table_of: table of each event.
         history: τ of each event.
-        result: the row to begin with; then the row where ``episodes`` became too full, or n; int64 [1].
         tables: see above.
     """
-    _, _, places, _, counts, _, _, number, before, free, counters, _ = tables
+    places, counts, begins, number, before = tables[2], tables[4], tables[6], tables[7], tables[8]
+    free, counters = tables[9], tables[10]
     first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
     longest = 0
     for event in range(history.shape[0]):
@@ -179,19 +194,13 @@ def write(
                 longest = max(longest, min(history[event], num_slots))
                 break
     path = np.empty(longest, np.int64)
-    for row in range(result[0], slots.shape[0]):
-        cell = _cell(stream[row], episodes)
-        if episodes[cell, 1] == UNUSED:
-            if 2 * used[0] >= episodes.shape[0]:
-                result[0] = row
-                return
-            used[0] += 1
-            episodes[cell, 0], episodes[cell, 1] = stream[row], NO_EPISODE
+    for row in range(slots.shape[0]):
+        episode = episodes[lane[row]]
         trajectory_id = trajectory[row] if trajectory.shape[0] > 0 else -1
-        previous = min(episodes[cell, 1], num_slots - 1)
-        if (begins_.shape[0] > 0 and begins_[row]) or episodes[cell, 3] != trajectory_id:
+        previous = min(episode[0], num_slots - 1)
+        if (begins_.shape[0] > 0 and begins_[row]) or episode[2] != trajectory_id:
             previous = -1
-        if previous >= 0 and not _is_stored(previous, episodes[cell, 2], tables):
+        if previous >= 0 and not _is_stored(previous, episode[1], tables):
             previous = -1
         if free.shape[0] > 0:
             place = _room(0, tables)
@@ -205,12 +214,12 @@ def write(
                 _note(slot, slot, tables)
         for k in range(places.shape[0]):
             if places[k, slot] >= 0:
-                _remove(first + k, places[k, slot] - tables[6][first], tables)
+                _remove(first + k, places[k, slot] - begins[first], tables)
             places[k, slot] = UNSENT
-        if place >= 0:
-            _put(0, place, slot, tables)
         slots[row], number[slot], before[slot] = slot, counters[WRITTEN], previous
         counters[WRITTEN] += 1
+        if place >= 0:
+            _put(0, place, slot, tables)
         for k in range(1, counts.shape[0]):
             reach = 0
             for event in range(history.shape[0]):
@@ -224,45 +233,32 @@ def write(
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
                     _put(k, _room(k, tables), path[at], tables)
-        episodes[cell, 1], episodes[cell, 2], episodes[cell, 3] = slot, number[slot], trajectory_id
-        if ends[row]:
-            episodes[cell, 1] = NO_EPISODE
-    result[0] = slots.shape[0]
+        episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory_id
     if slots.shape[0] > 0:
         counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
 
 
 @loop
-def remove(episodes, slots, stream, *tables):
-    """Remove entries beyond the capacities, and those of ``slots`` [n].
-
-    ``stream`` [n] of a write that is undone: episodes and the ring go on before it. Otherwise it is empty.
-    """
-    _, _, places, heads, counts, capacity, begins, number, before, _, counters, _ = tables
-    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
+def remove(slots, *tables):
+    """Remove entries beyond the capacities, and those of ``slots`` [n]."""
+    places, heads, counts, capacities, begins = tables[2], tables[3], tables[4], tables[5], tables[6]
+    first = counts.shape[0] - places.shape[0]
     for k in range(first, counts.shape[0]):
-        while counts[k] > capacity[k]:
+        while counts[k] > capacities[k]:
             _remove(k, heads[0, k], tables)
     for row in range(slots.shape[0]):
         slot = slots[row]
-        if slot < 0 or slot >= num_slots:
+        if slot < 0 or slot >= places.shape[1]:
             continue
         for k in range(places.shape[0]):
             if places[k, slot] >= 0:
                 _remove(first + k, places[k, slot] - begins[first], tables)
-    if stream.shape[0] > 0 and slots.shape[0] > 0:
-        counters[NEXT_SLOT] = slots[0]
-    for row in range(min(stream.shape[0], slots.shape[0]) - 1, -1, -1):
-        cell, slot = _cell(stream[row], episodes), _inside(slots[row], num_slots)
-        if slots[row] >= 0 and cell >= 0 and episodes[cell, 1] != UNUSED:
-            episodes[cell, 1] = min(before[slot], num_slots - 1)
-            episodes[cell, 2] = number[_inside(before[slot], num_slots)]
 
 
 @loop
 def order(result, table, *tables):
     """The slots of a table, oldest entry first, [counts[table]]."""
-    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     place, size = heads[0, table], links.shape[1]
     for row in range(result.shape[0]):
         place = _inside(place, size)
@@ -271,30 +267,15 @@ def order(result, table, *tables):
 
 
 @loop
-def earlier(episodes, stream, trajectory, slots, *tables):
-    """The newest steps of the open episode of a stream, the last one first, in ``slots`` [n]; -1 before the first."""
-    cell = _cell(stream, episodes)
-    slots[:] = -1
-    if cell < 0 or episodes[cell, 1] < 0 or episodes[cell, 3] != trajectory:
-        return
-    step = min(episodes[cell, 1], tables[7].shape[0] - 1)
-    if not _is_stored(step, episodes[cell, 2], tables):
-        return
+def earlier(slots, slot, number, *tables):
+    """The steps up to that in ``slot``, transition ``number``, the last one first, in ``slots`` [n]; -1 before them."""
+    step = min(max(slot, 0), tables[7].shape[0] - 1)
+    if not _is_stored(step, number, tables):
+        step = -1
     for row in range(slots.shape[0]):
-        if step < 0:
-            return
         slots[row] = step
-        step = _step_before(step, tables)
-
-
-@loop
-def reopen(episodes, used, found):
-    """Fill the empty cells of ``episodes`` with those of ``found`` [n, 4]."""
-    episodes[:, 1] = UNUSED
-    used[0] = found.shape[0]
-    for row in range(found.shape[0]):
-        cell = _cell(found[row, 0], episodes)
-        episodes[cell] = found[row]
+        if step >= 0:
+            step = _step_before(step, tables)
 
 
 @part
@@ -442,13 +423,13 @@ def mixture(slots, per_mass, leaves, places, probability):
 @loop
 def draw(
     seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total,
-    slot_at, places, is_uniform, slots, mass, probability,
+    slot_at, places, is_uniform, is_mixed, slots, density, probability,
 ):  # fmt: skip
     """Draw slots from the tables that :func:`plan` chooses, which has the first arguments.
 
     * ``slot_at`` and ``places``: see above. ``is_uniform``: True if all masses are 0 or 1 unit.
-    * Further results are ``slots``, their ``mass`` and ``probability``, [n] each. If nothing can be drawn, the mass is
-      0.
+    * Further results are ``slots``, the ``probability`` of each, and a ``density``, [n] each: the probability if
+      ``is_mixed``, else |B_k| q_k(i) for the table k of the row. If nothing can be drawn, both are 0.
     """
     tables, capacity, is_even = counts.shape[0], slot_at.shape[0], is_uniform
     _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
@@ -457,6 +438,7 @@ def draw(
         if total[k] > 0:
             per_mass[k] = eta[k] / total[k]
         is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
+    mass = np.empty(slots.shape[0], np.int64)
     if is_even:
         # each entry has 1 unit, so the tree need not be walked
         for row in range(slots.shape[0]):
@@ -469,5 +451,7 @@ def draw(
             mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
     for row in range(slots.shape[0]):
-        slot = np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
-        slots[row], probability[row] = slot, _mixed(slot, per_mass, leaves, places)
+        k, slot = table[row], np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
+        mixed = _mixed(slot, per_mass, leaves, places)
+        slots[row], probability[row] = slot, mixed
+        density[row] = mixed if is_mixed else mass[row] * (counts[k] / max(total[k], 1))

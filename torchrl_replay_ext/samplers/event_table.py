@@ -14,25 +14,23 @@ from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, is_key, is_number, require_choice, require_integer
-from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
 from torchrl_replay_ext.core.event_spec import DEFAULT
-from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import MAX_EVENT_TABLES, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
+from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTableMixture
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.reaper import Truncated, make_reliability
 from torchrl_replay_ext.samplers.table_shares import TableShares
-from torchrl_replay_ext.samplers.table_weights import Correction, TableWeights
-from torchrl_replay_ext.samplers.within_table import ByPriority, ByRank, ByReliability, Uniform
+from torchrl_replay_ext.samplers.within_table import ByMass, ByRank, ByReliability
 
 Kind = Literal["proportional", "rank", "reaper"]
 
 _CORRECTIONS = (None, *get_args(Correction))
 # The distribution inside a table for each kind; None: no priorities.
-_WITHIN: dict[Kind | None, type[Uniform]] = {
-    None: Uniform,
-    "proportional": ByPriority,
+_WITHIN: dict[Kind | None, type[ByMass]] = {
+    None: ByMass,
+    "proportional": ByMass,
     "rank": ByRank,
     "reaper": ByReliability,
 }
@@ -230,16 +228,10 @@ class EventTableSampler(DistributionSampler):
             min_sizes=_min_sizes(min_size, tables),
             allocation=allocation,
             correction=correction,
-            make_weights=partial(
-                TableWeights,
-                shares=self._shares,
-                correction=correction,
-                beta=hyperparameters.get("beta"),
-                prioritized=kind is not None,
-                pair_keys=tuple(pair_keys),
-            ),
+            pair_keys=tuple(pair_keys),
             make_within=partial(_WITHIN[kind], **within),
             beta=hyperparameters.get("beta"),
+            takes_priorities=kind is not None,
         )
         make = self._make_for(tables)
         super().__init__(
@@ -258,7 +250,7 @@ class EventTableSampler(DistributionSampler):
                 "writer=EventTableWriter(tables)."
             )
         if tables is not self._tables:
-            if not tables.fits(self._tables):
+            if tables.description() != self._tables.description():
                 raise ValueError(
                     "EventTableSampler: the buffer's writer has other tables; pass the same EventTables to both, or "
                     "tables with the same arguments."

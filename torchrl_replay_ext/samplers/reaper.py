@@ -116,6 +116,8 @@ class Reliability(WriteObserver):
         terminated_key: entry that marks termination; used if ``truncated="ongoing"``.
     """
 
+    needs_order = True
+
     def __init__(
         self,
         log: WriteLog,

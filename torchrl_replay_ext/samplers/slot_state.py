@@ -75,8 +75,8 @@ class SlotState:
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         # all parts that are updated at each write; observers first, since they may reject rows
-        self._parts: list[WriteObserver] = [self.distribution]
-        self._needs_order = self.distribution.needs_order
+        self._parts: list[WriteObserver] = [*self.distribution.parts, self.distribution]
+        self._needs_order = any(part.needs_order for part in self._parts)
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()

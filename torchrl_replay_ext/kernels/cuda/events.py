@@ -76,8 +76,8 @@ def _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists,
 @jit
 def _draw(
     seed, shares, min_sizes, tree, counts, begins, table, eta, low, total, slot_at, places, num_slots, lists,
-    slots, mass, probability, count, tables, allocation: tl.constexpr, draws: tl.constexpr, pad: tl.constexpr,
-    num_rows: tl.constexpr, together: tl.constexpr,
+    slots, density, probability, count, tables, allocation: tl.constexpr, draws: tl.constexpr, mixed: tl.constexpr,
+    pad: tl.constexpr, num_rows: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     in_batch, k = rows < count, tl.arange(0, pad)
@@ -110,10 +110,13 @@ def _draw(
         slot = tl.load(slot_at + leaf).to(tl.int64)
         slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
         per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)
-        mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
+        result = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
         tl.store(slots + rows, slot, mask=in_batch)
-        tl.store(mass + rows, found, mask=in_batch)
-        tl.store(probability + rows, mixed, mask=in_batch)
+        tl.store(probability + rows, result, mask=in_batch)
+        if not mixed:
+            size = tl.sum(tl.where(is_its, held[None, :], 0), axis=1).to(tl.float64)
+            result = found.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
+        tl.store(density + rows, result, mask=in_batch)
 
 
 @jit
@@ -199,14 +202,14 @@ def plan(
     counts: Tensor, begins: Tensor, table: Tensor, eta: Tensor, low: Tensor, total: Tensor, *drawn: Any,
 ) -> None:  # fmt: skip
     """See the loop of the same name; with further arguments, that of :func:`draw`."""
-    slot_at, places, _, slots, mass, probability = drawn or (leaves, leaves[:0].view(0, 0), False, table, table, eta)
+    slot_at, places, _, mixed, slots, density, probability = drawn or (leaves, leaves[:0].view(0, 0), *[table] * 5)
     count, tables, (lists, num_slots) = len(table), len(counts), places.shape
     # the leaves of the tree after the last position have no mass
     capacity = len(slot_at)
     _draw[(triton.cdiv(max(count, 1), _ROWS),)](
         seed, shares, min_sizes, tree_of(leaves, nodes, pages, capacity), counts, begins, table, eta, low, total,
-        slot_at, places, num_slots, lists, slots, mass, probability, count, tables,
-        allocation=allocation, draws=len(drawn) > 0, pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS,
+        slot_at, places, num_slots, lists, slots, density, probability, count, tables,
+        allocation=allocation, draws=len(drawn) > 0, mixed=len(drawn) > 0 and mixed, pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS,
         together=_TOGETHER,
     )  # fmt: skip
 
