@@ -840,28 +840,24 @@ def test_tables_whose_arrays_hold_anything_are_changed_within_their_bounds():
 def test_all_implementations_draw_the_same_from_tables(run, retention, allocation):
     tables, episodes = some_tables(retention), no_episodes(3)
     tree, seen = SumTree(len(tables.slot_at)), int(tables.counters[2])
-    other, nothing, generation = copy.deepcopy(tree), torch.zeros(0, dtype=torch.int64), torch.ones(60).long()
+    other = copy.deepcopy(tree)
     for step in range(4):
         slots = (30 * step + np.arange(30)) % 60
         write_rows(tables, episodes, random_rows(30, 3), slots)
         d, alpha = 0.1 + torch.rand(60), torch.tensor([0.5, 0.0], dtype=torch.float64)
         arrays = tables.slot_at, tables.places, tables.counts, tables.journal, seen, int(tables.counters[2])
-        masses = [(d, alpha, nothing), (d[:0], alpha, nothing)]
-        if retention == "ring":
-            masses.append((d[:0], alpha, torch.tensor([7, 3])))
-        for power in masses:
-            arguments = *power, generation, torch.tensor([*slots, -1, 60]), *arrays
+        for power in ((d, alpha), (d[:0], alpha)):
+            arguments = *power, torch.tensor([*slots, -1, 60]), *arrays
             for each, call in ((tree, plainly), (other, run)):
                 each.clear_()
                 # all slots, since the tree was cleared
-                call(ops.events_set_masses, *each.arrays()[:3], *power, generation, torch.arange(60), *arrays)
+                call(ops.events_set_masses, *each.arrays()[:3], *power, torch.arange(60), *arrays)
                 call(ops.events_set_masses, *each.arrays()[:3], *arguments)
             assert (tree.leaves - other.leaves).abs().max() <= 1
             other.check_valid()
             other.leaves.copy_(tree.leaves)
             other.rebuild_()
-            if not len(power[2]):
-                check_draws(run, tables, tree, allocation, is_uniform=not len(power[0]))
+            check_draws(run, tables, tree, allocation, is_uniform=not len(power[0]))
         seen = int(tables.counters[2])
 
 
@@ -873,15 +869,13 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
         density, probability = torch.empty(40, dtype=torch.float64), torch.empty(40)
         eta, mixed = torch.empty(3, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
         settings = torch.tensor([5]), shares, sizes, METHODS.index(allocation)
-        plan = *settings, *tree.arrays()[:3], tables.counts, tables.begins, table, eta, low, total
-        drawn = slots, density, probability
-        call(ops.events_draw, *plan, tables.slot_at, tables.places, is_uniform, True, *drawn)
+        arrays = *tree.arrays()[:3], is_uniform, tables.counts, tables.begins, tables.slot_at, tables.places
+        drawn = table, eta, low, total, slots, density, probability
+        call(ops.events_draw, *settings, *arrays, True, *drawn)
         again = [table.clone(), slots.clone(), density.clone()]
         torch.testing.assert_close(density.float(), probability, rtol=1e-6, atol=0)
-        call(ops.events_draw, *plan, tables.slot_at, tables.places, is_uniform, False, *drawn)
+        call(ops.events_draw, *settings, *arrays, False, *drawn)
         assert torch.equal(again[0], table) and torch.equal(again[1], slots)
-        call(ops.events_plan, *plan)
-        assert torch.equal(again[0], table)
         results.append([slots, table, density, again[2], eta, total])
         call(ops.events_mixture, slots, eta / total.clamp_min(1), tree.leaves, tables.places, mixed)
         torch.testing.assert_close(mixed, again[2], rtol=1e-12, atol=0)

@@ -279,48 +279,33 @@ def earlier(slots, slot, number, *tables):
 
 
 @part
-def _mass(slot, of_slot, alpha, union, places):
+def _mass(slot, d, alpha):
     """The mass of a slot; see :func:`set_masses`."""
-    if union.shape[0] > 0:
-        for k in range(places.shape[0]):
-            if places[k, _inside(slot, places.shape[1])] >= 0:
-                return union[0]
-        return union[1]
-    if of_slot.shape[0] == 0:
+    if d.shape[0] == 0:
         return UNIT
-    return np.int64(np.ceil(abs(np.float64(of_slot[_inside(slot, of_slot.shape[0])])) ** alpha[0] * UNIT))
+    return np.int64(np.ceil(abs(np.float64(d[_inside(slot, d.shape[0])])) ** alpha[0] * UNIT))
 
 
 @loop
-def set_masses(
-    leaves, nodes, pages, of_slot, alpha, union, generation, slots, slot_at, places, counts, journal, begin, end,
-):  # fmt: skip
+def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, journal, begin, end):
     """Set the masses of the entries that changed with the numbers ``begin`` to ``end`` - 1, and of ``slots``.
 
-    The leaves of the tree are the positions of the tables. The mass of an entry is 1 unit or, if there are priorities
-    ``of_slot``, their power with the exponent ``alpha[0]``. Or, if ``union`` is not empty, only the entries of the
-    default table have masses: ``union[0]`` if an event table holds the slot, otherwise ``union[1]``.
+    The leaves of the tree are the positions of the tables. The mass of an entry is the power of the absolute ``d`` of
+    its slot with the exponent ``alpha[0]``, or 1 unit if ``d`` is empty.
     """
     capacity = slot_at.shape[0]
     for row in range(max(begin, end - journal.shape[0]), end):
-        at, slot = np.int64(journal[row % journal.shape[0], 0]), np.int64(journal[row % journal.shape[0], 1])
-        new = 0
-        if union.shape[0] > 0:
-            at = _inside(slot, places.shape[1])
-            if generation[_inside(at, generation.shape[0])] > 0:
-                new = _mass(at, of_slot, alpha, union, places)
-        elif slot_at[_inside(at, capacity)] >= 0:
-            new = _mass(slot_at[_inside(at, capacity)], of_slot, alpha, union, places)
-        put(leaves, nodes, pages, capacity, np.int64(_inside(at, capacity)), new)
+        at = np.int64(_inside(journal[row % journal.shape[0], 0], capacity))
+        put(leaves, nodes, pages, capacity, at, _mass(slot_at[at], d, alpha) if slot_at[at] >= 0 else 0)
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
             continue
-        new = _mass(slot, of_slot, alpha, union, places)
+        new = _mass(slot, d, alpha)
         if places.shape[0] < counts.shape[0]:
             put(leaves, nodes, pages, capacity, slot, new)
         for k in range(places.shape[0]):
-            if places[k, slot] >= 0 and union.shape[0] == 0:
+            if places[k, slot] >= 0:
                 put(leaves, nodes, pages, capacity, np.int64(_inside(places[k, slot], capacity)), new)
 
 
@@ -370,22 +355,6 @@ def _allocate(eta, allocation, seed, table):
 
 
 @part
-def _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total):
-    """See :func:`plan`."""
-    rows, tables, share = table.shape[0], counts.shape[0], 0.0
-    ends = np.empty(tables + 1, np.int64)
-    prefix(leaves, nodes, pages, capacity, begins, ends)
-    for k in range(tables):
-        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
-        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
-        eta[k] = shares[k] if is_used else 0.0
-        share += eta[k]
-    for k in range(tables):
-        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
-    _allocate(eta, allocation, seed[0], table)
-
-
-@part
 def _mixed(slot, per_mass, leaves, places):
     """The probability of a slot; see :func:`mixture`."""
     tables, running = per_mass.shape[0], 0.0
@@ -398,22 +367,6 @@ def _mixed(slot, per_mass, leaves, places):
 
 
 @loop
-def plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total):
-    """Choose the tables of the rows of a batch.
-
-    * ``seed``, int64 [1], determines the result.
-    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
-      of rows.
-    * ``allocation``: how rows are divided among tables.
-    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions; ``counts``, ``begins``: see above.
-    * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
-      with sum 1; and ``low`` and ``total``, the sums of the masses before each table and in it.
-    """
-    capacity = begins[counts.shape[0]]
-    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
-
-
-@loop
 def mixture(slots, per_mass, leaves, places, probability):
     """The sums of the masses of the entries of each of ``slots`` [n], times ``per_mass`` of their tables."""
     for row in range(slots.shape[0]):
@@ -422,35 +375,50 @@ def mixture(slots, per_mass, leaves, places, probability):
 
 @loop
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total,
-    slot_at, places, is_uniform, is_mixed, slots, density, probability,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, places, is_mixed,
+    table, eta, low, total, slots, density, probability,
 ):  # fmt: skip
-    """Draw slots from the tables that :func:`plan` chooses, which has the first arguments.
+    """Draw slots from tables.
 
-    * ``slot_at`` and ``places``: see above. ``is_uniform``: True if all masses are 0 or 1 unit.
-    * Further results are ``slots``, the ``probability`` of each, and a ``density``, [n] each: the probability if
-      ``is_mixed``, else |B_k| q_k(i) for the table k of the row. If nothing can be drawn, both are 0.
+    * ``seed``, int64 [1], determines the result.
+    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
+      of rows.
+    * ``allocation``: how rows are divided among tables.
+    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions. ``is_uniform``: True if all masses
+      are 0 or 1 unit.
+    * ``counts``, ``begins``, ``slot_at`` and ``places``: see above.
+    * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
+      with sum 1; ``low`` and ``total``, the sums of the masses before each table and in it; ``slots``; the
+      ``probability`` of each slot, and a ``density``, [n] each: the probability if ``is_mixed``, else |B_k| q_k(i) for
+      the table k of the row. If nothing can be drawn, both are 0.
     """
-    tables, capacity, is_even = counts.shape[0], slot_at.shape[0], is_uniform
-    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
-    per_mass = np.zeros(tables)
+    rows, tables, capacity, is_even, share = table.shape[0], counts.shape[0], slot_at.shape[0], is_uniform, 0.0
+    ends, per_mass = np.empty(tables + 1, np.int64), np.zeros(tables)
+    prefix(leaves, nodes, pages, capacity, begins, ends)
     for k in range(tables):
+        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
+        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
+        eta[k] = shares[k] if is_used else 0.0
+        share += eta[k]
+    for k in range(tables):
+        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
         if total[k] > 0:
             per_mass[k] = eta[k] / total[k]
         is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
-    mass = np.empty(slots.shape[0], np.int64)
+    _allocate(eta, allocation, seed[0], table)
+    mass = np.empty(rows, np.int64)
     if is_even:
         # each entry has 1 unit, so the tree need not be walked
-        for row in range(slots.shape[0]):
+        for row in range(rows):
             k = table[row]
             slots[row] = begins[k] + min(np.int64(uniform(seed[0], row) * counts[k]), counts[k] - 1)
             mass[row] = UNIT
     else:
-        for row in range(slots.shape[0]):
+        for row in range(rows):
             k = table[row]
             mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
-    for row in range(slots.shape[0]):
+    for row in range(rows):
         k, slot = table[row], np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
         mixed = _mixed(slot, per_mass, leaves, places)
         slots[row], probability[row] = slot, mixed

@@ -250,21 +250,17 @@ events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_E
 events_earlier = Kernel("events.earlier", "Tensor(a!) slots, int slot, int number, " + _READ_EVENTS, for_cuda=False)
 events_set_masses = Kernel(
     "events.set_masses",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor of_slot, Tensor alpha, Tensor union, Tensor generation, "
-    "Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor journal, int begin, int end",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor d, Tensor alpha, Tensor slots, Tensor slot_at, "
+    "Tensor places, Tensor counts, Tensor journal, int begin, int end",
 )
-_PLAN = (
-    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
-    "Tensor counts, Tensor begins, Tensor(a!) table, Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total"
-)
-events_plan = Kernel("events.plan", _PLAN)
 events_mixture = Kernel(
     "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor places, Tensor(a!) probability"
 )
 events_draw = Kernel(
     "events.draw",
-    _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, bool is_mixed, Tensor(e!) slots, Tensor(f!) density, "
-    "Tensor(g!) probability",
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
+    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor places, bool is_mixed, Tensor(a!) table, "
+    "Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total, Tensor(e!) slots, Tensor(f!) density, Tensor(g!) probability",
 )
 
 frames_write = Kernel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -26,9 +26,9 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
-from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_plan, events_set_masses
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_set_masses
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
-from torchrl_replay_ext.samplers.table_shares import TableShares
+from torchrl_replay_ext.samplers.table_shares import TableShares, among
 from torchrl_replay_ext.samplers.within_table import ByMass
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
@@ -99,13 +99,12 @@ class EventTableMixture(Distribution):
         self._seen = torch.full((1,), -1, dtype=torch.int64, device="cpu")
         self._counts_pairs = correction in ("conditional", "lemma2")
         self._pairs = PairCounts(layout.size, len(tables), device=self._device) if self._counts_pairs else None
-        # masses inside and outside of the union of the event tables, with correction="priority"
-        self._is_union = correction == "priority"
-        self._union = torch.zeros(2 * self._is_union, dtype=torch.int64, device=self._device)
-        self._set_union()
-        only_default = torch.arange(len(tables), device=self._device) == 0
-        eta = only_default.to(torch.float64) if self._is_union else shares.current
-        self._plan_settings = Views(eta, self._min_sizes, self._view.counts, self._view.begins)
+        # with correction="priority", all rows are drawn from the default table
+        self._only_default = correction == "priority"
+        eta = shares.current
+        if self._only_default:
+            eta = (torch.arange(len(tables), device=self._device) == 0).to(torch.float64)
+        self._eta, self._settings = eta, Views(eta, self._min_sizes, self._view.begins)
         self._within = make_within(log, priorities, self._tree, self._view)
         self.parts = self._within.parts
         self.why_not_joint = self._within.why_not_joint
@@ -124,11 +123,6 @@ class EventTableMixture(Distribution):
 
     # --- masses
 
-    def _set_union(self) -> None:
-        if self._is_union:
-            sign = torch.tensor([1.0, -1.0], dtype=torch.float64).to(self._device, non_blocking=True)
-            self._union.copy_(SumTree.to_mass(1 + sign * (1 - self._shares.current[0])))
-
     def _follow(self, slots: Tensor) -> None:
         """Update the masses of what has changed in the tables, and of ``slots`` [n]; negative slots are skipped."""
         tables, view, within, begin, end, changes = self._tables, self._view, self._within, 0, 0, None
@@ -142,14 +136,16 @@ class EventTableMixture(Distribution):
                 slots = torch.cat([self._stored(moved), slots])
                 view.send()
                 self._tree.clear_()
-            elif begin != end and (view.is_copy or within.follows or self._pairs):
+            elif begin != end and (view.is_copy or within.follows or within.depends_on_tables or self._pairs):
                 changes = view.changes(begin)
                 moved = torch.cat([changes[:, 1], slots])
+        if changes is not None and within.depends_on_tables:
+            slots = torch.cat([slots, self._stored(changes[:, 1])])
         slot_at, places, counts, journal = view.views()
         if view.is_copy:
             begin, end, journal = (0, 0, journal) if changes is None else (0, len(changes), changes)
-        masses = *within.power(), self._union, self._log.generation, slots.contiguous()
         leaves, nodes, pages, _ = self._tree.arrays()
+        masses = *within.power(slots), slots.contiguous()
         events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
         if is_new:
             within.rebuild()
@@ -194,7 +190,6 @@ class EventTableMixture(Distribution):
         self._follow(slots)
 
     def reweight(self, slots: Tensor | None) -> None:
-        self._set_union()
         self._within.reweight()
         if not self._within.follows:
             slots = torch.arange(self._size, device=self._device) if slots is None else slots
@@ -209,25 +204,13 @@ class EventTableMixture(Distribution):
                 self._tables[self._tables.names[number]].capacity,
                 self._batch_size if least < 0 else least,
             )
-            if number and capacity < needed and self._shares.current[number] > 0 and not self._is_union:
+            if number and capacity < needed and self._shares.current[number] > 0 and not self._only_default:
                 warnings.warn(
                     f"EventTableSampler: table {self._tables.names[number]!r} is never drawn from: it holds at most "
                     f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "
                     "a smaller min_size= or a larger capacity=.",
                     stacklevel=2,
                 )
-
-    def _plan(self, batch_size: int, seed: Tensor) -> tuple[list[Any], list[Any]]:
-        """The arguments of the kernel that divides a batch among tables, and its results.
-
-        The results are the table of each row, η of each table, and the sums of the masses before each table and in it.
-        """
-        leaves, nodes, pages, _ = self._tree.arrays()
-        eta, min_sizes, counts, begins = self._plan_settings()
-        sizes = (batch_size, torch.int64), *((len(eta), kind) for kind in (torch.float64, torch.int64, torch.int64))
-        results = [empty(leaves, *size) for size in sizes]
-        settings = seed, eta, min_sizes, METHODS.index(self._allocation)
-        return [*settings, leaves, nodes, pages, counts, begins, *results], results
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
@@ -237,20 +220,23 @@ class EventTableMixture(Distribution):
                 self._warn_of_small_tables()
         within = self._within
         within.refresh()
-        arguments, results = self._plan(batch_size, random_seed(self._device, generator))
-        leaves, nodes = arguments[4:6]
+        leaves, nodes, pages, _ = self._tree.arrays()
         self._tree.raise_if_empty(nodes)
         # 1 / w corrects for the priorities inside the tables only, or it is in proportion to the probability
         is_mixed = self._correction is not None
-        if within.draws_by_mass:
-            kinds = torch.int64, torch.float64, torch.float32
-            slots, density, probability = drawn = [empty(leaves, batch_size, kind) for kind in kinds]
-            slot_at, places, _, _ = self._view.views()
-            events_draw(*arguments, slot_at, places, not (self.takes_priorities or self._is_union), is_mixed, *drawn)
-            table, eta, _, _ = results
-        else:
-            events_plan(*arguments)
-            table, eta, low, total = map(as_tensor, results)
+        shares, min_sizes, begins = self._settings()
+        slot_at, places, counts, _ = self._view.views()
+        table, eta = empty(leaves, batch_size, torch.int64), empty(leaves, len(counts), torch.float64)
+        low, total = empty(leaves, len(counts), torch.int64), empty(leaves, len(counts), torch.int64)
+        slots, density = empty(leaves, batch_size, torch.int64), empty(leaves, batch_size, torch.float64)
+        probability = empty(leaves, batch_size, torch.float32)
+        events_draw(
+            random_seed(self._device, generator),
+            *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, within.is_uniform),
+            *(counts, begins, slot_at, places, is_mixed, table, eta, low, total, slots, density, probability),
+        )
+        if not within.draws_by_mass:
+            table, eta, low, total = map(as_tensor, (table, eta, low, total))
             position, mass, total = within.draw(table, low, total, generator)
             slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64).clamp_min(0)
             total = torch.where(total > 0, total, 1.0)
@@ -300,17 +286,20 @@ class EventTableMixture(Distribution):
         if not slots.numel():
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         self._within.refresh()
-        # any seed: only the proportions matter
-        arguments, results = self._plan(self._batch_size, self._view.begins[:1])
-        events_plan(*arguments)
-        _, eta, _, total = map(as_tensor, results)
-        total = self._within.totals(total)
+        mass = self._tree.prefix(self._view.begins).diff()
+        eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
+        total = self._within.totals(mass)
         return self._within.mixture(slots, eta / torch.where(total > 0, total, 1.0))
 
     def stored_slots(self) -> Tensor:
         everything = torch.arange(self._size, device=self._device)
         held = (self._view.positions(everything) >= 0).any(0)
         return everything[held & (self._log.generation > 0)]
+
+    def _used(self, counts: Tensor, mass: Tensor, batch_size: int, eta: Tensor) -> Tensor:
+        """η of the tables that are used for a batch, with sum 1; see :func:`torchrl_replay_ext.kernels.events.draw`."""
+        needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
+        return among(eta, (counts >= needed) & (mass > 0))
 
     # --- joint draws: a table of the whole buffer is the union of the tables of the same name of all shards
 
@@ -322,8 +311,7 @@ class EventTableMixture(Distribution):
         self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert everywhere.count is not None and everywhere.eta is not None
-        needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        eta = self._shares.among((everywhere.count >= needed) & (everywhere.mass > 0), everywhere.eta)
+        eta = self._used(everywhere.count, everywhere.mass, batch_size, everywhere.eta)
         first = uniform(num_rows if self._allocation == "multinomial" else 1, device=eta.device, generator=generator)
         ends = table_ends(eta, num_rows, self._allocation, first)
         table = torch.searchsorted(ends, torch.arange(num_rows), right=True)
@@ -365,7 +353,6 @@ class EventTableMixture(Distribution):
         # the masses follow from the tables and the priorities, and the tables may be loaded later
         self._seen.fill_(-1)
         self._shares.rebuild()
-        self._set_union()
         if self._pairs is not None:
             self._pairs.rebuild()
 
@@ -377,7 +364,7 @@ class EventTableMixture(Distribution):
         self._within.check_valid()
         positions = self._view.positions(self._log.stored_slots())
         held, drawn = positions[positions >= 0], (self._tree.leaves > 0).nonzero().squeeze(1)
-        is_complete = not (self.takes_priorities or self._is_union) and self._is_bound
+        is_complete = not (self.takes_priorities or self._only_default) and self._is_bound
         if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
             raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 

@@ -21,6 +21,7 @@ from torchrl_replay_ext.samplers.base import WriteObserver
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.samplers.rank import STEP, check_alpha
 from torchrl_replay_ext.samplers.reaper import Rejection, Reliability
+from torchrl_replay_ext.samplers.table_shares import TableShares
 
 
 class ByMass:
@@ -37,6 +38,8 @@ class ByMass:
     follows = False
     # True if an entry is drawn in proportion to its mass
     draws_by_mass = True
+    # True if the mass of an entry depends on the tables that hold the slot
+    depends_on_tables = False
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = None
     # see :attr:`Distribution.parts`
@@ -51,6 +54,8 @@ class ByMass:
         alpha: Hyperparameter | None = None,
     ):
         self._log, self._priorities, self._tree, self._view, self._alpha = log, priorities, tree, view, alpha
+        # True if all masses are 0 or 1 unit
+        self.is_uniform = alpha is None and not self.depends_on_tables
         self._nothing = priorities.of_slot[:0].clone(), priorities.of_slot[:0].to(torch.float64)
 
     @property
@@ -58,8 +63,11 @@ class ByMass:
         """The largest d that can be represented."""
         return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
 
-    def power(self) -> tuple[Tensor, Tensor]:
-        """Numbers and the exponent first, whose power is the mass of each slot; no numbers if all masses are 1 unit."""
+    def power(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers and an exponent, whose power is the mass of each slot; no numbers if all masses are 1 unit.
+
+        Only those of ``slots`` [n] have changed; negative ones are skipped.
+        """
         return self._nothing if self._alpha is None else (self._priorities.of_slot, self._alpha.tensor)
 
     def refresh(self) -> None:
@@ -112,6 +120,28 @@ class ByMass:
     def stats(self, eta: Tensor) -> dict[str, Tensor]:
         """Statistics for logging, scalars; ``eta``: η of each table, [tables]."""
         return {}
+
+
+class ByMembership(ByMass):
+    """q_k(i) ∝ 1 + η inside of the union of the event tables, 1 − η outside, for η = Σ_{k>0} η_k (SSET, Sec. 4).
+
+    Args:
+        arguments: those of :class:`ByMass`.
+        shares: η of each table.
+    """
+
+    depends_on_tables = True
+
+    def __init__(self, *arguments: Any, shares: TableShares):
+        super().__init__(*arguments)
+        self._shares, self._numbers = shares, torch.ones_like(self._priorities.of_slot)
+        self._one = torch.ones(1, dtype=torch.float64, device=self._numbers.device)
+
+    def power(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots, event_share = slots.clamp_min(0), 1 - self._shares.current[0].float()
+        inside = (self._view.find(slots) >= 0).any(0)
+        self._numbers.index_copy_(0, slots, torch.where(inside, 1 + event_share, 1 - event_share))
+        return self._numbers, self._one
 
 
 class ByRank(ByMass):
