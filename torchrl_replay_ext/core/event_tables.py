@@ -357,32 +357,25 @@ class TableView:
 
     def __init__(self, tables: EventTables, device: torch.device):
         self._tables, self._device, self.is_copy = tables, device, device.type != "cpu"
+        self._sources = tables.slot_at, tables.places, tables.counts, tables.classes, tables.complete_from
+        self._arrays = [array.to(device, non_blocking=True) for array in self._sources]
+        self.slot_at, self.places, self.counts, self.classes, self.complete_from = self._arrays
         self.begins = tables.begins.to(device, non_blocking=True)
-        self.slot_at, self.places, self.counts, self.classes, self.complete_from = (
-            array.to(device, non_blocking=True) for array in self._sources()
-        )
-        self._has_default = tables.first > 0
         # changes are sent one by one
         self.journal = self.begins[:2].view(1, 2) if self.is_copy else tables.journal
         self.views = Views(self.slot_at, self.places, self.counts, self.journal)
 
-    def _sources(self) -> list[Tensor]:
-        tables = self._tables
-        return [tables.slot_at, tables.places, tables.counts, tables.classes, tables.complete_from]
-
-    def send(self) -> None:
-        """Send all arrays to the device."""
+    def send(self, first: int = 0) -> None:
+        """Send all arrays to the device, or those from number ``first`` on."""
         if self.is_copy:
-            own = self.slot_at, self.places, self.counts, self.classes, self.complete_from
-            for copy, array in zip(own, self._sources(), strict=True):
-                copy.copy_(array, non_blocking=True)
+            for own, source in [*zip(self._arrays, self._sources, strict=True)][first:]:
+                own.copy_(source, non_blocking=True)
 
     def changes(self, seen: int) -> Tensor:
         """Positions that changed since the counter of changes was ``seen``, and the slots that moved, int64 [n, 2].
 
         They are on the device, and the device knows what is at the positions now.
         """
-        _, _, *counts = self._sources()
         changes = self._tables.changes(seen).to(torch.int64)
         if self.is_copy:
             position, slot = changes.unbind(1)
@@ -390,14 +383,13 @@ class TableView:
             changes, now, places = (each.to(self._device, non_blocking=True) for each in (changes, now, places))
             self.slot_at.index_copy_(0, changes[:, 0], now)
             self.places.index_copy_(1, changes[:, 1], places)
-            for copy, array in zip((self.counts, self.classes, self.complete_from), counts, strict=True):
-                copy.copy_(array, non_blocking=True)
+            self.send(2)
         return changes
 
     def positions(self, slots: Tensor) -> Tensor:
         """Position of each of ``slots`` [n] in each table, negative if it is not there; int64 [tables, n]."""
         listed = self.find(slots).to(torch.int64)
-        return torch.cat([slots.unsqueeze(0), listed]) if self._has_default else listed
+        return torch.cat([slots.unsqueeze(0), listed]) if self._tables.first else listed
 
     def find(self, slots: Tensor) -> Tensor:
         """Position of each of ``slots`` [n] in each list, [lists, n]; in a ring, the default table is no list."""

@@ -176,9 +176,9 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
             if there is none.
         slots: the slots, int64 [n]; with pinned tables a result.
         lane: lane of each row, int64 [n].
-        trajectory: trajectory id of each row, int64 [n]; empty if the lane is all that is known.
+        trajectory: trajectory id of each row, int64 [n].
         ends: True if the row is the last of an episode, bool [n].
-        begins_: True if the row is the first of an episode, bool [n]; empty if no row is marked.
+        begins_: True if the row is the first of an episode, bool [n].
         occurred: True if an event occurs in a row, bool [n, events].
         table_of: table of each event.
         history: τ of each event.
@@ -196,11 +196,9 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
     path = np.empty(longest, np.int64)
     for row in range(slots.shape[0]):
         episode = episodes[lane[row]]
-        trajectory_id = trajectory[row] if trajectory.shape[0] > 0 else -1
         previous = min(episode[0], num_slots - 1)
-        if (begins_.shape[0] > 0 and begins_[row]) or episode[2] != trajectory_id:
-            previous = -1
-        if previous >= 0 and not _is_stored(previous, episode[1], tables):
+        goes_on = previous >= 0 and not begins_[row] and episode[2] == trajectory[row]
+        if not (goes_on and _is_stored(previous, episode[1], tables)):
             previous = -1
         if free.shape[0] > 0:
             place = _room(0, tables)
@@ -233,7 +231,7 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
                     _put(k, _room(k, tables), path[at], tables)
-        episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory_id
+        episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory[row]
     if slots.shape[0] > 0:
         counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
 

@@ -35,7 +35,6 @@ from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
-_NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
 # slot and number of the last step of an open episode, and its trajectory
 _NO_EPISODE = [-1, -1, -1]
 
@@ -45,9 +44,9 @@ class _Rows(NamedTuple):
 
     Args:
         stream: stream of each row, int64 [n].
-        trajectory: trajectory id, int64 [n]; empty if the stream is all that is known.
+        trajectory: trajectory id, int64 [n]; -1 if unknown.
         ends: True if the row is the last of an episode, bool [n].
-        begins: True if the row is marked as the first of an episode, bool [n]; empty if no row is.
+        begins: True if the row is marked as the first of an episode, bool [n].
         occurred: True if an event occurs in a row, bool [n, events].
     """
 
@@ -138,8 +137,7 @@ class EventTableWriter(CompilableWriter):
             require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
         self._tables = tables
-        self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
-        self._keys = [done_key, init_key] if stream_key is None else [done_key, init_key, stream_key]
+        self._keys, self._optional = [done_key, init_key, stream_key], (init_key, _TRAJECTORY)
         self._has_context = any(spec.context for spec in tables.specs)
         self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
@@ -267,46 +265,37 @@ class EventTableWriter(CompilableWriter):
 
     def _read(self, data: TensorDictBase, width: int) -> _Rows:
         """The rows of ``data`` [n], and where events occur in them."""
-        count, specs, is_flat = data.shape[0], self._tables.specs, self._storage.ndim == 1
-        found = entries_of(data, self._keys)
-        for key, column in zip(self._keys, found, strict=True):
-            if column is None:
-                if key in (self._init_key, _TRAJECTORY):
-                    continue
+        count, specs = data.shape[0], self._tables.specs
+        given: list[NestedKey] = [key for key in self._keys if key is not None]
+        found = dict(zip(given, entries_of(data, given), strict=True))
+        for key, column in found.items():
+            if column is None and key not in self._optional:
                 raise KeyError(
                     f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
                     "argument, or let the environment or collector write it."
                 )
-            if column.numel() != count:
+            if column is not None and column.numel() != count:
                 raise ValueError(
                     f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
                     "one value per transition is needed."
                 )
-        ends: Any
-        ends, begins, trajectory = *found, *[None] * (3 - len(found))
-        if trajectory is not None and (trajectory.is_floating_point() or trajectory.dtype == torch.bool):
+        ends, begins, ids = (found.get(key) for key in self._keys)
+        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(
-                f"EventTableWriter: the entry {self._stream_key!r} must hold integers, not {trajectory.dtype}; pass "
+                f"EventTableWriter: the entry {self._keys[2]!r} must hold integers, not {ids.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
         columns = [spec.occurs(data) for spec in specs if not spec.context]
-        columns.append(ends.to(torch.bool))
-        if begins is not None:
-            columns.append(begins.to(torch.bool))
-        if trajectory is not None:
-            columns.append(trajectory)
-        values = _on_cpu(columns)
-        ids = _NO_IDS if trajectory is None else values.pop().astype(np.int64, copy=False)
-        marks = _NO_MARKS if begins is None else values.pop()
+        values = _on_cpu([*columns, *(column for column in (ends, begins, ids) if column is not None)])
+        trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
+        first = np.zeros(count, bool) if begins is None else values.pop() != 0
+        last = values.pop() != 0
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
                 occurred[:, number] = values.pop(0)
-        if is_flat:
-            stream, ids = ids if len(ids) else np.full(count, -1), _NO_IDS
-        else:
-            stream = np.arange(count) % width
-        rows = _Rows(stream, ids, values[0], marks, occurred)
+        stream = trajectory if self._storage.ndim == 1 else np.arange(count) % width
+        rows = _Rows(stream, trajectory, last, first, occurred)
         if self._has_context:
             self._detect_with_context(data, rows)
         return rows
@@ -314,30 +303,23 @@ class EventTableWriter(CompilableWriter):
     def _detect_with_context(self, data: TensorDictBase, rows: _Rows) -> None:
         """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
         order = rows.stream.argsort(kind="stable")
-        stream, trajectory, ends, begins, occurred = rows
-        is_next = (stream[order][1:] == stream[order][:-1]) & ~ends[order[:-1]]
-        if len(trajectory):
-            is_next &= trajectory[order][1:] == trajectory[order][:-1]
-        if len(begins):
-            is_next &= ~begins[order[1:]]
-        known: set[int] = set()
-        for episode in np.split(order, np.flatnonzero(~is_next) + 1):
-            first = episode[0]
-            goes_on = stream[first] not in known and not (len(begins) and begins[first])
-            known.add(int(stream[first]))
+        stream, trajectory, ends, begins, _ = (column[order] for column in rows)
+        is_next = (stream[1:] == stream[:-1]) & (trajectory[1:] == trajectory[:-1]) & ~ends[:-1] & ~begins[1:]
+        borders = np.flatnonzero(~is_next) + 1
+        for first, episode in zip([0, *borders.tolist()], np.split(order, borders), strict=True):
+            goes_on = not begins[first] and (first == 0 or stream[first] != stream[first - 1])
             segment: Any = data[torch.as_tensor(episode, device=data.device)]
             for number, spec in enumerate(self._tables.specs):
                 if not spec.context:
                     continue
                 given: Any = segment
-                trajectory_id = int(trajectory[first]) if len(trajectory) else -1
-                earlier = self._stored(int(stream[first]), trajectory_id, spec.context) if goes_on else None
+                earlier = self._stored(int(stream[first]), int(trajectory[first]), spec.context) if goes_on else None
                 if earlier is not None:
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
                     device = next(iter(segment.values(True, True))).device
                     given = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
                 result = spec.occurs(given).detach().cpu().numpy().reshape(-1)
-                occurred[episode, number] = result[len(result) - len(episode) :]
+                rows.occurred[episode, number] = result[len(result) - len(episode) :]
 
     def _stored(self, stream: int, trajectory: int, count: int) -> TensorDictBase | None:
         """The last ``count`` transitions of the unfinished episode of a stream; None if there are none."""
