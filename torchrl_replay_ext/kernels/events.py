@@ -24,7 +24,7 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
-from torchrl_replay_ext.kernels.tree import descend, prefix, put
+from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
 
 UNSENT, LEFT = -1, -2
 # entries of ``counters``
@@ -291,20 +291,22 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, j
     The leaves of the tree are the positions of the tables. The mass of an entry is the power of the absolute ``d`` of
     its slot with the exponent ``alpha[0]``, or 1 unit if ``d`` is empty.
     """
-    capacity = slot_at.shape[0]
-    for row in range(max(begin, end - journal.shape[0]), end):
-        at = np.int64(_inside(journal[row % journal.shape[0], 0], capacity))
-        put(leaves, nodes, pages, capacity, at, _mass(slot_at[at], d, alpha) if slot_at[at] >= 0 else 0)
+    begin, first, count = max(begin, end - journal.shape[0]), counts.shape[0] - places.shape[0], 0
+    size = end - begin + slots.shape[0] * counts.shape[0]
+    index, mass = np.full(size, -1), np.empty(size, np.int64)
+    for row in range(begin, end):
+        at = _inside(journal[row % journal.shape[0], 0], slot_at.shape[0])
+        index[count], mass[count] = at, _mass(slot_at[at], d, alpha) if slot_at[at] >= 0 else 0
+        count += 1
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
             continue
         new = _mass(slot, d, alpha)
-        if places.shape[0] < counts.shape[0]:
-            put(leaves, nodes, pages, capacity, slot, new)
-        for k in range(places.shape[0]):
-            if places[k, slot] >= 0:
-                put(leaves, nodes, pages, capacity, np.int64(_inside(places[k, slot], capacity)), new)
+        for k in range(counts.shape[0]):
+            index[count], mass[count] = slot if k < first else places[k - first, slot], new
+            count += 1
+    write_all(leaves, nodes, nodes[:0], pages, slot_at.shape[0], index, mass)
 
 
 @part

@@ -139,13 +139,14 @@ class EventTableMixture(Distribution):
             elif begin != end and (view.is_copy or within.follows or within.depends_on_tables or self._pairs):
                 changes = view.changes(begin)
                 moved = torch.cat([changes[:, 1], slots])
-        if changes is not None and within.depends_on_tables:
-            slots = torch.cat([slots, self._stored(changes[:, 1])])
+        if within.depends_on_tables:
+            slots = slots if changes is None else torch.cat([slots, self._stored(changes[:, 1])])
+            within.mark(slots)
         slot_at, places, counts, journal = view.views()
         if view.is_copy:
             begin, end, journal = (0, 0, journal) if changes is None else (0, len(changes), changes)
         leaves, nodes, pages, _ = self._tree.arrays()
-        masses = *within.power(slots), slots.contiguous()
+        masses = *within.power, slots.contiguous()
         events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
         if is_new:
             within.rebuild()
@@ -167,8 +168,6 @@ class EventTableMixture(Distribution):
         self._tables.adopt(count, next_slot)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        if is_traced():
-            raise RuntimeError("EventTableSampler: events cannot be detected in a graph; call extend outside.")
         if self._pairs is not None:
             why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
@@ -200,13 +199,11 @@ class EventTableMixture(Distribution):
     def _warn_of_small_tables(self) -> None:
         """Warn of event tables with a share that are never drawn from because their capacity is too small."""
         for number, least in enumerate(self._least_counts):
-            capacity, needed = (
-                self._tables[self._tables.names[number]].capacity,
-                self._batch_size if least < 0 else least,
-            )
+            needed, name = self._batch_size if least < 0 else least, self._tables.names[number]
+            capacity = self._tables[name].capacity
             if number and capacity < needed and self._shares.current[number] > 0 and not self._only_default:
                 warnings.warn(
-                    f"EventTableSampler: table {self._tables.names[number]!r} is never drawn from: it holds at most "
+                    f"EventTableSampler: table {name!r} is never drawn from: it holds at most "
                     f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "
                     "a smaller min_size= or a larger capacity=.",
                     stacklevel=2,
@@ -232,7 +229,7 @@ class EventTableMixture(Distribution):
         probability = empty(leaves, batch_size, torch.float32)
         events_draw(
             random_seed(self._device, generator),
-            *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, within.is_uniform),
+            *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, not len(within.power[0])),
             *(counts, begins, slot_at, places, is_mixed, table, eta, low, total, slots, density, probability),
         )
         if not within.draws_by_mass:

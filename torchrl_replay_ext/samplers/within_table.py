@@ -54,21 +54,17 @@ class ByMass:
         alpha: Hyperparameter | None = None,
     ):
         self._log, self._priorities, self._tree, self._view, self._alpha = log, priorities, tree, view, alpha
-        # True if all masses are 0 or 1 unit
-        self.is_uniform = alpha is None and not self.depends_on_tables
-        self._nothing = priorities.of_slot[:0].clone(), priorities.of_slot[:0].to(torch.float64)
+        # numbers and an exponent, whose power is the mass of each slot; no numbers if all masses are 0 or 1 unit
+        nothing = priorities.of_slot[:0].clone(), priorities.of_slot[:0].to(torch.float64)
+        self.power = nothing if alpha is None else (priorities.of_slot, alpha.tensor)
 
     @property
     def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
         return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
 
-    def power(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers and an exponent, whose power is the mass of each slot; no numbers if all masses are 1 unit.
-
-        Only those of ``slots`` [n] have changed; negative ones are skipped.
-        """
-        return self._nothing if self._alpha is None else (self._priorities.of_slot, self._alpha.tensor)
+    def mark(self, slots: Tensor) -> None:
+        """Called if :attr:`depends_on_tables`, for ``slots`` [n] that are new or have moved; -1 is skipped."""
 
     def refresh(self) -> None:
         """Bring what draws read up to date."""
@@ -134,14 +130,13 @@ class ByMembership(ByMass):
 
     def __init__(self, *arguments: Any, shares: TableShares):
         super().__init__(*arguments)
-        self._shares, self._numbers = shares, torch.ones_like(self._priorities.of_slot)
-        self._one = torch.ones(1, dtype=torch.float64, device=self._numbers.device)
+        self._shares, numbers = shares, torch.ones_like(self._priorities.of_slot)
+        self.power = numbers, torch.ones(1, dtype=torch.float64, device=numbers.device)
 
-    def power(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def mark(self, slots: Tensor) -> None:
         slots, event_share = slots.clamp_min(0), 1 - self._shares.current[0].float()
         inside = (self._view.find(slots) >= 0).any(0)
-        self._numbers.index_copy_(0, slots, torch.where(inside, 1 + event_share, 1 - event_share))
-        return self._numbers, self._one
+        self.power[0].index_copy_(0, slots, torch.where(inside, 1 + event_share, 1 - event_share))
 
 
 class ByRank(ByMass):

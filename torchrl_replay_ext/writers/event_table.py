@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -59,9 +60,8 @@ class _Rows(NamedTuple):
 
 def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
     """``columns`` of n bools or integers as arrays [n]. A copy from an accelerator waits: make only one."""
-    remote = [column for column in columns if not column.is_cpu]
-    if remote:
-        device = remote[0].device
+    if not all(map(operator.attrgetter("is_cpu"), columns)):
+        device = next(column.device for column in columns if not column.is_cpu)
         wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
         columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
     return [column.detach().numpy().reshape(-1) for column in columns]
@@ -137,7 +137,9 @@ class EventTableWriter(CompilableWriter):
             require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
         self._tables = tables
-        self._keys, self._optional = [done_key, init_key, stream_key], (init_key, _TRAJECTORY)
+        self._keys, self._optional = [done_key, init_key], (init_key, _TRAJECTORY)
+        if stream_key is not None:
+            self._keys.append(stream_key)
         self._has_context = any(spec.context for spec in tables.specs)
         self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
@@ -232,10 +234,6 @@ class EventTableWriter(CompilableWriter):
             self._set_index(data, index)
         return index
 
-    def _mark_update_entities(self, index: Tensor) -> None:
-        # TorchRL updates the priority of an added row with a number as the index
-        super()._mark_update_entities(index[0] if self._adds else index)
-
     def _prepare(self, data: Any) -> None:
         """Allocate the tables at the first write."""
         stored = stored_data(self._storage)
@@ -266,9 +264,8 @@ class EventTableWriter(CompilableWriter):
     def _read(self, data: TensorDictBase, width: int) -> _Rows:
         """The rows of ``data`` [n], and where events occur in them."""
         count, specs = data.shape[0], self._tables.specs
-        given: list[NestedKey] = [key for key in self._keys if key is not None]
-        found = dict(zip(given, entries_of(data, given), strict=True))
-        for key, column in found.items():
+        found = entries_of(data, self._keys)
+        for key, column in zip(self._keys, found, strict=True):
             if column is None and key not in self._optional:
                 raise KeyError(
                     f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
@@ -279,14 +276,14 @@ class EventTableWriter(CompilableWriter):
                     f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
                     "one value per transition is needed."
                 )
-        ends, begins, ids = (found.get(key) for key in self._keys)
+        begins, ids = found[1], found[2] if len(found) > 2 else None
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(
-                f"EventTableWriter: the entry {self._keys[2]!r} must hold integers, not {ids.dtype}; pass "
+                f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
         columns = [spec.occurs(data) for spec in specs if not spec.context]
-        values = _on_cpu([*columns, *(column for column in (ends, begins, ids) if column is not None)])
+        values = _on_cpu([*columns, *filter(torch.is_tensor, found)])
         trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
         first = np.zeros(count, bool) if begins is None else values.pop() != 0
         last = values.pop() != 0
@@ -357,7 +354,8 @@ class EventTableWriter(CompilableWriter):
                 # not extend(), which moves the cursor to the device of the storage, for graphs
                 index = written = self._store(data)
                 events_write(*fill)
-            self._mark_update_entities(written)
+            # TorchRL updates the priority of an added row with a number as the index
+            self._mark_update_entities(written[0] if self._adds else written)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
             tables.undo(slots[slots >= 0], size)
