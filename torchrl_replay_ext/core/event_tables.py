@@ -299,6 +299,8 @@ class EventTables(Mapping[str, EventTable]):
         slot_at, places = self.slot_at.numpy(), self.places.numpy()
         if self.counts[0] > self.num_slots:
             raise AssertionError("EventTables['default']: there are more entries than slots")
+        if self.first and self.capacities[0] != self.num_slots:
+            raise AssertionError("EventTables['default']: the capacity is not the number of slots")
         if self.first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
             raise AssertionError("EventTables['default']: a slot is not at its own position")
         for number in range(self.first, len(self.names)):
@@ -306,7 +308,7 @@ class EventTables(Mapping[str, EventTable]):
             name, count = f"EventTables[{self.names[number]!r}]", len(table)
             begin, end = self.begins[number : number + 2].tolist()
             held = np.flatnonzero(place >= 0)
-            if len(held) != count or not count <= table.capacity <= self.most[number]:
+            if len(held) != count or not max(count, 1) <= table.capacity <= self.most[number]:
                 raise AssertionError(f"{name}: the number of entries is wrong or exceeds the capacity")
             if not np.array_equal(np.sort(place[held]), np.arange(begin, begin + count)):
                 raise AssertionError(f"{name}: a slot points to a position outside of the list")

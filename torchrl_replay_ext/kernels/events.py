@@ -48,9 +48,8 @@ def _note(position, slot, tables):
 
 
 @part
-def _count(slot, change, tables):
+def _count(slot, change, places, classes):
     """Add ``change`` to the counts of the class of a slot's transition."""
-    places, classes = tables[2], tables[12]
     label, is_held = 0, False
     for k in range(1, places.shape[0]):
         label |= (places[k, slot] != UNSENT) << (k - 1)
@@ -63,14 +62,14 @@ def _count(slot, change, tables):
 
 
 @part
-def _move(row, slot, place, tables):
+def _move(row, slot, place, places, classes):
     """Change the place of a slot in a list."""
-    if tables[12].shape[1] == 0:
-        tables[2][row, slot] = place
-        return
-    _count(slot, -1, tables)
-    tables[2][row, slot] = place
-    _count(slot, 1, tables)
+    has_classes = classes.shape[1] > 0
+    if has_classes:
+        _count(slot, -1, places, classes)
+    places[row, slot] = place
+    if has_classes:
+        _count(slot, 1, places, classes)
 
 
 @part
@@ -87,16 +86,27 @@ def _join(k, older, newer, links, heads):
 
 
 @part
-def _leave(k, place, tables):
-    """Take the entry ``place`` out of its table; the position stays."""
-    slot_at, links, places, heads, counts, _, begins, number, _, free, counters, complete_from, _, _ = tables
+def _remove(k, place, tables):
+    """Remove the entry ``place`` of a table; the last one moves to its position."""
+    slot_at, links, places, heads, counts, _, begins, number, _, free, counters, complete_from, classes, _ = tables
     first = counts.shape[0] - places.shape[0]
-    position = begins[first] + place
-    slot = _inside(slot_at[position], places.shape[1])
-    _move(k - first, slot, LEFT, tables)
+    base, place = begins[first], _inside(place, links.shape[1])
+    slot = _inside(slot_at[base + place], places.shape[1])
+    _move(k - first, slot, LEFT, places, classes)
     complete_from[k] = max(complete_from[k], number[slot] + 1)
     _join(k, links[0, place], links[1, place], links, heads)
-    _note(position, slot, tables)
+    _note(base + place, slot, tables)
+    counts[k] = max(counts[k] - 1, 0)
+    last = begins[k] + counts[k] - base
+    if last != place:
+        moved = _inside(slot_at[base + last], places.shape[1])
+        slot_at[base + place], places[k - first, moved] = moved, base + place
+        older, newer = links[0, last], links[1, last]
+        links[0, place], links[1, place] = older, newer
+        _join(k, older, place, links, heads)
+        _join(k, place, newer, links, heads)
+        _note(base + last, moved, tables)
+    slot_at[base + last] = -1
     if free.shape[0] > 0:
         for row in range(places.shape[0]):
             if places[row, slot] >= 0:
@@ -106,46 +116,15 @@ def _leave(k, place, tables):
 
 
 @part
-def _remove(k, place, tables):
-    """Remove the entry ``place`` of a table; the last one moves to its position."""
+def _put(k, slot, tables):
+    """Make ``slot`` the newest entry of a table that is not full."""
     slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     first = counts.shape[0] - places.shape[0]
-    base = begins[first]
-    place = _inside(place, links.shape[1])
-    _leave(k, place, tables)
-    counts[k] = max(counts[k] - 1, 0)
-    last = begins[k] + counts[k] - base
-    if last != place:
-        slot = _inside(slot_at[base + last], places.shape[1])
-        slot_at[base + place], places[k - first, slot] = slot, base + place
-        older, newer = links[0, last], links[1, last]
-        links[0, place], links[1, place] = older, newer
-        _join(k, older, place, links, heads)
-        _join(k, place, newer, links, heads)
-        _note(base + last, slot, tables)
-    slot_at[base + last] = -1
-
-
-@part
-def _room(k, tables):
-    """A place for a new entry of a table: that of the oldest one if the table is full."""
-    links, places, heads, counts, capacity, begins = tables[1], tables[2], tables[3], tables[4], tables[5], tables[6]
-    if counts[k] >= min(capacity[k], begins[k + 1] - begins[k]):
-        place = _inside(heads[0, k], links.shape[1])
-        _leave(k, place, tables)
-        return place
+    position = begins[k] + counts[k]
+    place = position - begins[first]
     counts[k] += 1
-    return begins[k] + counts[k] - 1 - begins[counts.shape[0] - places.shape[0]]
-
-
-@part
-def _put(k, place, slot, tables):
-    """Make ``slot`` the newest entry of a table."""
-    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
-    first = counts.shape[0] - places.shape[0]
-    position = begins[first] + place
     slot_at[position] = slot
-    _move(k - first, slot, position, tables)
+    _move(k - first, slot, position, places, tables[12])
     _join(k, heads[1, k], place, links, heads)
     links[1, place], heads[1, k] = -1, place
     _note(position, slot, tables)
@@ -184,10 +163,9 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
         history: τ of each event.
         tables: see above.
     """
-    places, counts, begins, number, before = tables[2], tables[4], tables[6], tables[7], tables[8]
-    free, counters = tables[9], tables[10]
-    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
-    longest = 0
+    _, _, places, heads, counts, capacities, begins, number, before, free, counters, _, _, _ = tables
+    first, num_slots, is_pinned = counts.shape[0] - places.shape[0], places.shape[1], free.shape[0] > 0
+    longest = 1
     for event in range(history.shape[0]):
         for row in range(slots.shape[0]):
             if occurred[row, event]:
@@ -200,26 +178,25 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
         goes_on = previous >= 0 and not begins_[row] and episode[2] == trajectory[row]
         if not (goes_on and _is_stored(previous, episode[1], tables)):
             previous = -1
-        if free.shape[0] > 0:
-            place = _room(0, tables)
+        slot = _inside(slots[row], num_slots)
+        for k in range(places.shape[0]):
+            leaving = places[k, slot] - begins[first]
+            if is_pinned:
+                # so that a slot is free
+                leaving = heads[0, 0] if k == 0 and counts[0] >= capacities[0] else -1
+            if leaving >= 0:
+                _remove(first + k, leaving, tables)
+        if is_pinned:
             slot = np.int64(_inside(free[counters[FREE_HEAD] % free.shape[0]], num_slots))
             counters[FREE_HEAD] += 1
-        else:
-            slot = _inside(slots[row], num_slots)
-            place = -1
-            if slot >= counts[0]:
-                counts[0] = slot + 1
-                _note(slot, slot, tables)
-        for k in range(places.shape[0]):
-            if places[k, slot] >= 0:
-                _remove(first + k, places[k, slot] - begins[first], tables)
-            places[k, slot] = UNSENT
+        elif slot >= counts[0]:
+            counts[0] = slot + 1
+            _note(slot, slot, tables)
+        places[:, slot] = UNSENT
         slots[row], number[slot], before[slot] = slot, counters[WRITTEN], previous
         counters[WRITTEN] += 1
-        if place >= 0:
-            _put(0, place, slot, tables)
-        for k in range(1, counts.shape[0]):
-            reach = 0
+        for k in range(first, counts.shape[0]):
+            reach = 1 if k == 0 else 0
             for event in range(history.shape[0]):
                 if occurred[row, event] and table_of[event] == k:
                     reach = max(reach, min(history[event], num_slots))
@@ -230,7 +207,9 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
                 step = _step_before(step, tables)
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
-                    _put(k, _room(k, tables), path[at], tables)
+                    if counts[k] >= min(capacities[k], begins[k + 1] - begins[k]):
+                        _remove(k, heads[0, k], tables)
+                    _put(k, path[at], tables)
         episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory[row]
     if slots.shape[0] > 0:
         counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
