@@ -336,7 +336,7 @@ class EventTableMixture(Distribution):
     # --- state
 
     def clear(self) -> None:
-        self.rebuild()
+        self._seen.fill_(-1)
         self._tree.clear_()
         self._within.clear()
         if self._pairs is not None:

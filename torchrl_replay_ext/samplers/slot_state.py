@@ -74,7 +74,7 @@ class SlotState:
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, tree, hyperparameters)
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
-        # all parts that are updated at each write; observers first, since they may reject rows
+        # all parts that are updated at each write; the distribution is last, since the others may reject rows
         self._parts: list[WriteObserver] = [*self.distribution.parts, self.distribution]
         self._needs_order = any(part.needs_order for part in self._parts)
         for observe in make_observers:
@@ -88,8 +88,8 @@ class SlotState:
 
     @property
     def observers(self) -> list[WriteObserver]:
-        """Further state that is updated at each write."""
-        return self._parts[:-1]
+        """What :meth:`observe` has added."""
+        return self._parts[len(self.distribution.parts) : -1]
 
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""
