@@ -252,7 +252,7 @@ WRONG = {
     "operator": (
         "event_table",
         event_tables(late="{condition: {key: x, op: '=>', value: 1}, history: 3}"),
-        r"Threshold\(op='=>'\): op must be one of",
+        r"Threshold\(op='=>'\): op must be '>', ",
     ),
     "threshold": (
         "event_table",

@@ -24,6 +24,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -41,7 +42,6 @@ from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
-from torchrl_replay_ext.samplers.event_table import TablePriority
 
 STEPS = 20_000
 HORIZON = 500
@@ -55,10 +55,10 @@ CHECK_INTERVAL = 500
 THRESHOLD = 0.7
 CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
 ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
-PER: TablePriority = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
+PER: dict[str, Any] = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
 
 # Method -> history (None: no event tables), priorities inside the tables (None: uniform draws).
-METHODS: dict[str, tuple[int | None, TablePriority | None]] = {
+METHODS: dict[str, tuple[int | None, dict[str, Any] | None]] = {
     "uniform": (None, None),
     "history 60": (60, None),
     "history 200": (200, None),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -16,7 +14,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_replay_ext._torchrl import entries_of
-from torchrl_replay_ext.arguments import is_key, require_choice, require_nested_keys
+from torchrl_replay_ext.arguments import is_key, require_choice, require_integer, require_nested_keys, require_number
 
 DEFAULT = "default"
 
@@ -56,15 +54,8 @@ class Threshold:
 
     def __post_init__(self):
         require_nested_keys("Threshold", key=self.key)
-        if not isinstance(self.op, str) or self.op not in _OPERATORS:
-            raise ValueError(f"Threshold(op={self.op!r}): op must be one of {' '.join(_OPERATORS)}.")
-        if isinstance(self.value, bool) or not isinstance(self.value, Real):
-            raise TypeError(
-                f"Threshold(value={self.value!r}): value must be a number, not {type(self.value).__name__}; if the "
-                "entry holds bools, pass its key as the condition."
-            )
-        if math.isnan(self.value):
-            raise ValueError("Threshold(value=nan): value must not be NaN, because every comparison would be False.")
+        require_choice("Threshold", "op", self.op, [*_OPERATORS])
+        require_number("Threshold", "value", self.value, lambda value: value == value, "a number, not NaN")
 
 
 Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
@@ -111,10 +102,8 @@ class EventSpec:
         for field, value in (("name", self.name), ("table", self.table)):
             if not (isinstance(value, str) and value) and not (field == "table" and value is None):
                 raise TypeError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be a non-empty string.")
-        for field, low in (("history", 1), ("context", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"EventSpec({self.name!r}, {field}={value!r}): {field} must be an integer >= {low}.")
+        require_integer(f"EventSpec {self.name!r}", "history", self.history)
+        require_integer(f"EventSpec {self.name!r}", "context", self.context, least=0)
         if DEFAULT in (self.name, self.table):
             raise ValueError(
                 f"EventSpec({self.name!r}): {DEFAULT!r} is the name of the table of all transitions; use another name."
@@ -192,7 +181,6 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
         raise TypeError(
             "EventTables: specs must be a list of EventSpec, and capacity a dict with one number for each table."
         )
-    specs = tuple(specs)
     if not specs or not all(isinstance(spec, EventSpec) for spec in specs):
         raise ValueError("EventTables: specs must be a list of at least one EventSpec.")
     require_choice("EventTables", "retention", retention, ("ring", "pinned"))
@@ -212,8 +200,7 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
             "for each table."
         )
     for name, value in capacity.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"EventTables(capacity={{{name!r}: {value!r}}}): a capacity must be an integer >= 1.")
+        require_integer("EventTables", f"capacity[{name!r}]", value)
     longest = max(specs, key=lambda spec: spec.history)
     if retention == "pinned" and longest.history > capacity[DEFAULT]:
         raise ValueError(

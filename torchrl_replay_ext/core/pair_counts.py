@@ -68,21 +68,19 @@ class PairCounts:
         self._counts = torch.zeros((tables + 1, _ROWS * self._width), dtype=torch.int32, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the state."""
-        return {"pair_hash": self._hash, "pair_listed": self._listed, "pair_counts": self._counts}
+        """The state to save, without what follows from the tables."""
+        return {"pair_hash": self._hash}
 
     def rebuild(self) -> None:
-        """Count again after :meth:`tensors` were replaced."""
+        """Count again after :meth:`tensors` were replaced; :meth:`set_tables` has to be called for all slots."""
         self._counts.zero_()
-        is_stored = self._hash >= 0
-        self._listed &= is_stored
-        self._add(0, self._hash, torch.cat([is_stored.unsqueeze(0), self._listed, self._listed.any(0, keepdim=True)]))
+        self._listed.zero_()
+        self._add(0, self._hash, (self._hash >= 0).unsqueeze(0))
 
     def clear_(self) -> None:
-        """Reset to an empty storage."""
+        """Remove all transitions."""
         self._hash.fill_(-1)
-        self._listed.zero_()
-        self._counts.zero_()
+        self.rebuild()
 
     def _counters(self, hashes: Tensor) -> Tensor:
         """The counters of pairs with these hashes [n], int64 [rows, n]."""

@@ -11,9 +11,11 @@
 * ``number``: the number of each slot's transition, in the order of writing. ``before``: the slot of the step before it
   in the same episode, -1 if there is none.
 * ``free``: a queue of the slots that no table holds; empty in a ring, whose default table is no list.
+* ``complete_from``: of the transitions that have entered a table, it still holds all with at least this number.
+* ``classes``, for pinned tables: the number of transitions of each class in each table, and in any table. The class of
+  a transition is the set of event tables that it has entered, including tables that have dropped it again: bit k - 1 is
+  set for table k. So for transitions of the same class, only the age decides which tables still hold them.
 * ``journal``: each position that changed, and the slot that entered or left it.
-
-``episodes`` are the open episodes of the writer: stream, last slot, its number, trajectory; see ``_cell``.
 """
 
 from __future__ import annotations
@@ -22,16 +24,14 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
-from torchrl_replay_ext.kernels.tree import descend, prefix, put
+from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
 
 UNSENT, LEFT = -1, -2
 # entries of ``counters``
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, RESETS, FREE_HEAD, FREE_TAIL = range(7)
+WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
 # the mass of priority 1
 UNIT = 2**23
 SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
-# values of a cell of ``episodes`` instead of a slot
-NO_EPISODE, UNUSED = -1, -2
 
 
 @part
@@ -41,10 +41,35 @@ def _inside(index, size):
 
 @part
 def _note(position, slot, tables):
-    counters, journal = tables[10], tables[11]
+    counters, journal = tables[10], tables[13]
     place = counters[CHANGES] % journal.shape[0]
     journal[place, 0], journal[place, 1] = position, slot
     counters[CHANGES] += 1
+
+
+@part
+def _count(slot, change, places, classes):
+    """Add ``change`` to the counts of the class of a slot's transition."""
+    label, is_held = 0, False
+    for k in range(1, places.shape[0]):
+        label |= (places[k, slot] != UNSENT) << (k - 1)
+    for k in range(places.shape[0]):
+        if places[k, slot] >= 0:
+            classes[k, label] += change
+            is_held = True
+    if is_held:
+        classes[places.shape[0], label] += change
+
+
+@part
+def _move(row, slot, place, places, classes):
+    """Change the place of a slot in a list."""
+    has_classes = classes.shape[1] > 0
+    if has_classes:
+        _count(slot, -1, places, classes)
+    places[row, slot] = place
+    if has_classes:
+        _count(slot, 1, places, classes)
 
 
 @part
@@ -61,15 +86,27 @@ def _join(k, older, newer, links, heads):
 
 
 @part
-def _leave(k, place, tables):
-    """Take the entry ``place`` out of its table; the position stays."""
-    slot_at, links, places, heads, counts, _, begins, _, _, free, counters, _ = tables
+def _remove(k, place, tables):
+    """Remove the entry ``place`` of a table; the last one moves to its position."""
+    slot_at, links, places, heads, counts, _, begins, number, _, free, counters, complete_from, classes, _ = tables
     first = counts.shape[0] - places.shape[0]
-    position = begins[first] + place
-    slot = _inside(slot_at[position], places.shape[1])
-    places[k - first, slot] = LEFT
+    base, place = begins[first], _inside(place, links.shape[1])
+    slot = _inside(slot_at[base + place], places.shape[1])
+    _move(k - first, slot, LEFT, places, classes)
+    complete_from[k] = max(complete_from[k], number[slot] + 1)
     _join(k, links[0, place], links[1, place], links, heads)
-    _note(position, slot, tables)
+    _note(base + place, slot, tables)
+    counts[k] = max(counts[k] - 1, 0)
+    last = begins[k] + counts[k] - base
+    if last != place:
+        moved = _inside(slot_at[base + last], places.shape[1])
+        slot_at[base + place], places[k - first, moved] = moved, base + place
+        older, newer = links[0, last], links[1, last]
+        links[0, place], links[1, place] = older, newer
+        _join(k, older, place, links, heads)
+        _join(k, place, newer, links, heads)
+        _note(base + last, moved, tables)
+    slot_at[base + last] = -1
     if free.shape[0] > 0:
         for row in range(places.shape[0]):
             if places[row, slot] >= 0:
@@ -79,45 +116,15 @@ def _leave(k, place, tables):
 
 
 @part
-def _remove(k, place, tables):
-    """Remove the entry ``place`` of a table; the last one moves to its position."""
-    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
-    first = counts.shape[0] - places.shape[0]
-    base = begins[first]
-    place = _inside(place, links.shape[1])
-    _leave(k, place, tables)
-    counts[k] = max(counts[k] - 1, 0)
-    last = begins[k] + counts[k] - base
-    if last != place:
-        slot = _inside(slot_at[base + last], places.shape[1])
-        slot_at[base + place], places[k - first, slot] = slot, base + place
-        older, newer = links[0, last], links[1, last]
-        links[0, place], links[1, place] = older, newer
-        _join(k, older, place, links, heads)
-        _join(k, place, newer, links, heads)
-        _note(base + last, slot, tables)
-    slot_at[base + last] = -1
-
-
-@part
-def _room(k, tables):
-    """A place for a new entry of a table: that of the oldest one if the table is full."""
-    links, places, heads, counts, capacity, begins = tables[1], tables[2], tables[3], tables[4], tables[5], tables[6]
-    if counts[k] >= min(capacity[k], begins[k + 1] - begins[k]):
-        place = _inside(heads[0, k], links.shape[1])
-        _leave(k, place, tables)
-        return place
-    counts[k] += 1
-    return begins[k] + counts[k] - 1 - begins[counts.shape[0] - places.shape[0]]
-
-
-@part
-def _put(k, place, slot, tables):
-    """Make ``slot`` the newest entry of a table."""
+def _put(k, slot, tables):
+    """Make ``slot`` the newest entry of a table that is not full."""
     slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     first = counts.shape[0] - places.shape[0]
-    position = begins[first] + place
-    slot_at[position], places[k - first, slot] = slot, position
+    position = begins[k] + counts[k]
+    place = position - begins[first]
+    counts[k] += 1
+    slot_at[position] = slot
+    _move(k - first, slot, position, places, tables[12])
     _join(k, heads[1, k], place, links, heads)
     links[1, place], heads[1, k] = -1, place
     _note(position, slot, tables)
@@ -139,80 +146,57 @@ def _step_before(slot, tables):
     return previous
 
 
-@part
-def _cell(stream, episodes):
-    """The cell of a stream, or the unused one for it; -1 if there is none. A stream's cells follow one another."""
-    size = episodes.shape[0]
-    for k in range(size):
-        cell = ((stream ^ (stream >> 20) ^ (stream >> 40)) + k) & (size - 1)
-        if episodes[cell, 1] == UNUSED or episodes[cell, 0] == stream:
-            return cell
-    return -1
-
-
 @loop
-def write(
-    episodes, used, slots, stream, trajectory, ends, begins_, occurred, table_of, history, result, *tables
-):  # fmt: skip
-    """Write the rows from number ``result[0]`` on to the default table, and fill the event tables, row by row.
+def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, history, *tables):
+    """Write rows to the default table, and fill the event tables, row by row.
 
     Args:
-        episodes: open episodes, [cells, 4]; the number of cells is a power of 2.
-        used: number of cells in use, [1].
+        episodes: slot and number of the last step of each open episode, and its trajectory, int64 [lanes, 3]; slot -1
+            if there is none.
         slots: the slots, int64 [n]; with pinned tables a result.
-        stream: stream of each row, int64 [n].
-        trajectory: trajectory id of each row, int64 [n]; empty if the stream is all that is known.
+        lane: lane of each row, int64 [n].
+        trajectory: trajectory id of each row, int64 [n].
         ends: True if the row is the last of an episode, bool [n].
-        begins_: True if the row is the first of an episode, bool [n]; empty if no row is marked.
+        begins_: True if the row is the first of an episode, bool [n].
         occurred: True if an event occurs in a row, bool [n, events].
         table_of: table of each event.
         history: τ of each event.
-        result: the row to begin with; then the row where ``episodes`` became too full, or n; int64 [1].
         tables: see above.
     """
-    _, _, places, _, counts, _, _, number, before, free, counters, _ = tables
-    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
-    longest = 0
+    _, _, places, heads, counts, capacities, begins, number, before, free, counters, _, _, _ = tables
+    first, num_slots, is_pinned = counts.shape[0] - places.shape[0], places.shape[1], free.shape[0] > 0
+    longest = 1
     for event in range(history.shape[0]):
         for row in range(slots.shape[0]):
             if occurred[row, event]:
                 longest = max(longest, min(history[event], num_slots))
                 break
     path = np.empty(longest, np.int64)
-    for row in range(result[0], slots.shape[0]):
-        cell = _cell(stream[row], episodes)
-        if episodes[cell, 1] == UNUSED:
-            if 2 * used[0] >= episodes.shape[0]:
-                result[0] = row
-                return
-            used[0] += 1
-            episodes[cell, 0], episodes[cell, 1] = stream[row], NO_EPISODE
-        trajectory_id = trajectory[row] if trajectory.shape[0] > 0 else -1
-        previous = min(episodes[cell, 1], num_slots - 1)
-        if (begins_.shape[0] > 0 and begins_[row]) or episodes[cell, 3] != trajectory_id:
+    for row in range(slots.shape[0]):
+        episode = episodes[lane[row]]
+        previous = min(episode[0], num_slots - 1)
+        goes_on = previous >= 0 and not begins_[row] and episode[2] == trajectory[row]
+        if not (goes_on and _is_stored(previous, episode[1], tables)):
             previous = -1
-        if previous >= 0 and not _is_stored(previous, episodes[cell, 2], tables):
-            previous = -1
-        if free.shape[0] > 0:
-            place = _room(0, tables)
+        slot = _inside(slots[row], num_slots)
+        for k in range(places.shape[0]):
+            leaving = places[k, slot] - begins[first]
+            if is_pinned:
+                # so that a slot is free
+                leaving = heads[0, 0] if k == 0 and counts[0] >= capacities[0] else -1
+            if leaving >= 0:
+                _remove(first + k, leaving, tables)
+        if is_pinned:
             slot = np.int64(_inside(free[counters[FREE_HEAD] % free.shape[0]], num_slots))
             counters[FREE_HEAD] += 1
-        else:
-            slot = _inside(slots[row], num_slots)
-            place = -1
-            if slot >= counts[0]:
-                counts[0] = slot + 1
-                _note(slot, slot, tables)
-        for k in range(places.shape[0]):
-            if places[k, slot] >= 0:
-                _remove(first + k, places[k, slot] - tables[6][first], tables)
-            places[k, slot] = UNSENT
-        if place >= 0:
-            _put(0, place, slot, tables)
+        elif slot >= counts[0]:
+            counts[0] = slot + 1
+            _note(slot, slot, tables)
+        places[:, slot] = UNSENT
         slots[row], number[slot], before[slot] = slot, counters[WRITTEN], previous
         counters[WRITTEN] += 1
-        for k in range(1, counts.shape[0]):
-            reach = 0
+        for k in range(first, counts.shape[0]):
+            reach = 1 if k == 0 else 0
             for event in range(history.shape[0]):
                 if occurred[row, event] and table_of[event] == k:
                     reach = max(reach, min(history[event], num_slots))
@@ -223,46 +207,35 @@ def write(
                 step = _step_before(step, tables)
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
-                    _put(k, _room(k, tables), path[at], tables)
-        episodes[cell, 1], episodes[cell, 2], episodes[cell, 3] = slot, number[slot], trajectory_id
-        if ends[row]:
-            episodes[cell, 1] = NO_EPISODE
-    result[0] = slots.shape[0]
+                    if counts[k] >= min(capacities[k], begins[k + 1] - begins[k]):
+                        _remove(k, heads[0, k], tables)
+                    _put(k, path[at], tables)
+        episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory[row]
     if slots.shape[0] > 0:
         counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
 
 
 @loop
-def remove(episodes, slots, stream, *tables):
-    """Remove entries beyond the capacities, and those of ``slots`` [n].
-
-    ``stream`` [n] of a write that is undone: episodes and the ring go on before it. Otherwise it is empty.
-    """
-    _, _, places, heads, counts, capacity, begins, number, before, _, counters, _ = tables
-    first, num_slots = counts.shape[0] - places.shape[0], places.shape[1]
+def remove(slots, *tables):
+    """Remove entries beyond the capacities, and those of ``slots`` [n]."""
+    places, heads, counts, capacities, begins = tables[2], tables[3], tables[4], tables[5], tables[6]
+    first = counts.shape[0] - places.shape[0]
     for k in range(first, counts.shape[0]):
-        while counts[k] > capacity[k]:
+        while counts[k] > capacities[k]:
             _remove(k, heads[0, k], tables)
     for row in range(slots.shape[0]):
         slot = slots[row]
-        if slot < 0 or slot >= num_slots:
+        if slot < 0 or slot >= places.shape[1]:
             continue
         for k in range(places.shape[0]):
             if places[k, slot] >= 0:
                 _remove(first + k, places[k, slot] - begins[first], tables)
-    if stream.shape[0] > 0 and slots.shape[0] > 0:
-        counters[NEXT_SLOT] = slots[0]
-    for row in range(min(stream.shape[0], slots.shape[0]) - 1, -1, -1):
-        cell, slot = _cell(stream[row], episodes), _inside(slots[row], num_slots)
-        if slots[row] >= 0 and cell >= 0 and episodes[cell, 1] != UNUSED:
-            episodes[cell, 1] = min(before[slot], num_slots - 1)
-            episodes[cell, 2] = number[_inside(before[slot], num_slots)]
 
 
 @loop
 def order(result, table, *tables):
     """The slots of a table, oldest entry first, [counts[table]]."""
-    slot_at, links, places, heads, counts, _, begins, _, _, _, _, _ = tables
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
     place, size = heads[0, table], links.shape[1]
     for row in range(result.shape[0]):
         place = _inside(place, size)
@@ -271,76 +244,48 @@ def order(result, table, *tables):
 
 
 @loop
-def earlier(episodes, stream, trajectory, slots, *tables):
-    """The newest steps of the open episode of a stream, the last one first, in ``slots`` [n]; -1 before the first."""
-    cell = _cell(stream, episodes)
-    slots[:] = -1
-    if cell < 0 or episodes[cell, 1] < 0 or episodes[cell, 3] != trajectory:
-        return
-    step = min(episodes[cell, 1], tables[7].shape[0] - 1)
-    if not _is_stored(step, episodes[cell, 2], tables):
-        return
+def earlier(slots, slot, number, *tables):
+    """The steps up to that in ``slot``, transition ``number``, the last one first, in ``slots`` [n]; -1 before them."""
+    step = min(max(slot, 0), tables[7].shape[0] - 1)
+    if not _is_stored(step, number, tables):
+        step = -1
     for row in range(slots.shape[0]):
-        if step < 0:
-            return
         slots[row] = step
-        step = _step_before(step, tables)
-
-
-@loop
-def reopen(episodes, used, found):
-    """Fill the empty cells of ``episodes`` with those of ``found`` [n, 4]."""
-    episodes[:, 1] = UNUSED
-    used[0] = found.shape[0]
-    for row in range(found.shape[0]):
-        cell = _cell(found[row, 0], episodes)
-        episodes[cell] = found[row]
+        if step >= 0:
+            step = _step_before(step, tables)
 
 
 @part
-def _mass(slot, of_slot, alpha, union, places):
+def _mass(slot, d, alpha):
     """The mass of a slot; see :func:`set_masses`."""
-    if union.shape[0] > 0:
-        for k in range(places.shape[0]):
-            if places[k, _inside(slot, places.shape[1])] >= 0:
-                return union[0]
-        return union[1]
-    if of_slot.shape[0] == 0:
+    if d.shape[0] == 0:
         return UNIT
-    return np.int64(np.ceil(abs(np.float64(of_slot[_inside(slot, of_slot.shape[0])])) ** alpha[0] * UNIT))
+    return np.int64(np.ceil(abs(np.float64(d[_inside(slot, d.shape[0])])) ** alpha[0] * UNIT))
 
 
 @loop
-def set_masses(
-    leaves, nodes, pages, of_slot, alpha, union, generation, slots, slot_at, places, counts, journal, begin, end,
-):  # fmt: skip
+def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, journal, begin, end):
     """Set the masses of the entries that changed with the numbers ``begin`` to ``end`` - 1, and of ``slots``.
 
-    The leaves of the tree are the positions of the tables. The mass of an entry is 1 unit or, if there are priorities
-    ``of_slot``, their power with the exponent ``alpha[0]``. Or, if ``union`` is not empty, only the entries of the
-    default table have masses: ``union[0]`` if an event table holds the slot, otherwise ``union[1]``.
+    The leaves of the tree are the positions of the tables. The mass of an entry is the power of the absolute ``d`` of
+    its slot with the exponent ``alpha[0]``, or 1 unit if ``d`` is empty.
     """
-    capacity = slot_at.shape[0]
-    for row in range(max(begin, end - journal.shape[0]), end):
-        at, slot = np.int64(journal[row % journal.shape[0], 0]), np.int64(journal[row % journal.shape[0], 1])
-        new = 0
-        if union.shape[0] > 0:
-            at = _inside(slot, places.shape[1])
-            if generation[_inside(at, generation.shape[0])] > 0:
-                new = _mass(at, of_slot, alpha, union, places)
-        elif slot_at[_inside(at, capacity)] >= 0:
-            new = _mass(slot_at[_inside(at, capacity)], of_slot, alpha, union, places)
-        put(leaves, nodes, pages, capacity, np.int64(_inside(at, capacity)), new)
+    begin, first, count = max(begin, end - journal.shape[0]), counts.shape[0] - places.shape[0], 0
+    size = end - begin + slots.shape[0] * counts.shape[0]
+    index, mass = np.full(size, -1), np.empty(size, np.int64)
+    for row in range(begin, end):
+        at = _inside(journal[row % journal.shape[0], 0], slot_at.shape[0])
+        index[count], mass[count] = at, _mass(slot_at[at], d, alpha) if slot_at[at] >= 0 else 0
+        count += 1
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
             continue
-        new = _mass(slot, of_slot, alpha, union, places)
-        if places.shape[0] < counts.shape[0]:
-            put(leaves, nodes, pages, capacity, slot, new)
-        for k in range(places.shape[0]):
-            if places[k, slot] >= 0 and union.shape[0] == 0:
-                put(leaves, nodes, pages, capacity, np.int64(_inside(places[k, slot], capacity)), new)
+        new = _mass(slot, d, alpha)
+        for k in range(counts.shape[0]):
+            index[count], mass[count] = slot if k < first else places[k - first, slot], new
+            count += 1
+    write_all(leaves, nodes, nodes[:0], pages, slot_at.shape[0], index, mass)
 
 
 @part
@@ -389,22 +334,6 @@ def _allocate(eta, allocation, seed, table):
 
 
 @part
-def _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total):
-    """See :func:`plan`."""
-    rows, tables, share = table.shape[0], counts.shape[0], 0.0
-    ends = np.empty(tables + 1, np.int64)
-    prefix(leaves, nodes, pages, capacity, begins, ends)
-    for k in range(tables):
-        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
-        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
-        eta[k] = shares[k] if is_used else 0.0
-        share += eta[k]
-    for k in range(tables):
-        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
-    _allocate(eta, allocation, seed[0], table)
-
-
-@part
 def _mixed(slot, per_mass, leaves, places):
     """The probability of a slot; see :func:`mixture`."""
     tables, running = per_mass.shape[0], 0.0
@@ -417,22 +346,6 @@ def _mixed(slot, per_mass, leaves, places):
 
 
 @loop
-def plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total):
-    """Choose the tables of the rows of a batch.
-
-    * ``seed``, int64 [1], determines the result.
-    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
-      of rows.
-    * ``allocation``: how rows are divided among tables.
-    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions; ``counts``, ``begins``: see above.
-    * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
-      with sum 1; and ``low`` and ``total``, the sums of the masses before each table and in it.
-    """
-    capacity = begins[counts.shape[0]]
-    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
-
-
-@loop
 def mixture(slots, per_mass, leaves, places, probability):
     """The sums of the masses of the entries of each of ``slots`` [n], times ``per_mass`` of their tables."""
     for row in range(slots.shape[0]):
@@ -441,33 +354,51 @@ def mixture(slots, per_mass, leaves, places, probability):
 
 @loop
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total,
-    slot_at, places, is_uniform, slots, mass, probability,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, places, is_mixed,
+    table, eta, low, total, slots, density, probability,
 ):  # fmt: skip
-    """Draw slots from the tables that :func:`plan` chooses, which has the first arguments.
+    """Draw slots from tables.
 
-    * ``slot_at`` and ``places``: see above. ``is_uniform``: True if all masses are 0 or 1 unit.
-    * Further results are ``slots``, their ``mass`` and ``probability``, [n] each. If nothing can be drawn, the mass is
-      0.
+    * ``seed``, int64 [1], determines the result.
+    * ``shares`` are η of each table, float64. A table is used from ``min_sizes`` entries on; -1 stands for the number
+      of rows.
+    * ``allocation``: how rows are divided among tables.
+    * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions. ``is_uniform``: True if all masses
+      are 0 or 1 unit.
+    * ``counts``, ``begins``, ``slot_at`` and ``places``: see above.
+    * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
+      with sum 1; ``low`` and ``total``, the sums of the masses before each table and in it; ``slots``; the
+      ``probability`` of each slot, and a ``density``, [n] each: the probability if ``is_mixed``, else |B_k| q_k(i) for
+      the table k of the row. If nothing can be drawn, both are 0.
     """
-    tables, capacity, is_even = counts.shape[0], slot_at.shape[0], is_uniform
-    _plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, capacity, counts, begins, table, eta, low, total)
-    per_mass = np.zeros(tables)
+    rows, tables, capacity, is_even, share = table.shape[0], counts.shape[0], slot_at.shape[0], is_uniform, 0.0
+    ends, per_mass = np.empty(tables + 1, np.int64), np.zeros(tables)
+    prefix(leaves, nodes, pages, capacity, begins, ends)
     for k in range(tables):
+        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
+        is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
+        eta[k] = shares[k] if is_used else 0.0
+        share += eta[k]
+    for k in range(tables):
+        eta[k] = (1.0 if k == 0 else 0.0) if share <= 0 else eta[k] / share
         if total[k] > 0:
             per_mass[k] = eta[k] / total[k]
         is_even &= eta[k] == 0 or total[k] == counts[k] * UNIT
+    _allocate(eta, allocation, seed[0], table)
+    mass = np.empty(rows, np.int64)
     if is_even:
         # each entry has 1 unit, so the tree need not be walked
-        for row in range(slots.shape[0]):
+        for row in range(rows):
             k = table[row]
             slots[row] = begins[k] + min(np.int64(uniform(seed[0], row) * counts[k]), counts[k] - 1)
             mass[row] = UNIT
     else:
-        for row in range(slots.shape[0]):
+        for row in range(rows):
             k = table[row]
             mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
-    for row in range(slots.shape[0]):
-        slot = np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
-        slots[row], probability[row] = slot, _mixed(slot, per_mass, leaves, places)
+    for row in range(rows):
+        k, slot = table[row], np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
+        mixed = _mixed(slot, per_mass, leaves, places)
+        slots[row], probability[row] = slot, mixed
+        density[row] = mixed if is_mixed else mass[row] * (counts[k] / max(total[k], 1))

@@ -246,42 +246,35 @@ rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) expon
 
 # the arrays of EventTables
 _EVENTS = (
-    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, Tensor capacity, "
-    "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
+    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, Tensor capacities, "
+    "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, "
+    "Tensor(p!) complete_from, Tensor(q!) classes, Tensor(r!) journal"
 )
-_READ_EVENTS = "Tensor slot_at, Tensor links, Tensor places, Tensor heads, Tensor counts, Tensor capacity, "
-_READ_EVENTS += "Tensor begins, Tensor number, Tensor before, Tensor free, Tensor counters, Tensor journal"
+_READ_EVENTS = "Tensor slot_at, Tensor links, Tensor places, Tensor heads, Tensor counts, Tensor capacities, "
+_READ_EVENTS += "Tensor begins, Tensor number, Tensor before, Tensor free, Tensor counters, Tensor complete_from, "
+_READ_EVENTS += "Tensor classes, Tensor journal"
 events_write = Kernel(
     "events.write",
-    "Tensor(a!) episodes, Tensor(b!) used, Tensor(c!) slots, Tensor stream, Tensor trajectory, Tensor ends, "
-    "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, Tensor(d!) result, " + _EVENTS,
+    "Tensor(a!) episodes, Tensor(b!) slots, Tensor lane, Tensor trajectory, Tensor ends, Tensor begins_, "
+    "Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
     for_cuda=False,
 )
-events_remove = Kernel("events.remove", "Tensor(a!) episodes, Tensor slots, Tensor stream, " + _EVENTS, for_cuda=False)
+events_remove = Kernel("events.remove", "Tensor slots, " + _EVENTS, for_cuda=False)
 events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_EVENTS, for_cuda=False)
-events_earlier = Kernel(
-    "events.earlier",
-    "Tensor episodes, int stream, int trajectory, Tensor(a!) slots, " + _READ_EVENTS,
-    for_cuda=False,
-)
-events_reopen = Kernel("events.reopen", "Tensor(a!) episodes, Tensor(b!) used, Tensor found", for_cuda=False)
+events_earlier = Kernel("events.earlier", "Tensor(a!) slots, int slot, int number, " + _READ_EVENTS, for_cuda=False)
 events_set_masses = Kernel(
     "events.set_masses",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor of_slot, Tensor alpha, Tensor union, Tensor generation, "
-    "Tensor slots, Tensor slot_at, Tensor places, Tensor counts, Tensor journal, int begin, int end",
+    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor d, Tensor alpha, Tensor slots, Tensor slot_at, "
+    "Tensor places, Tensor counts, Tensor journal, int begin, int end",
 )
-_PLAN = (
-    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
-    "Tensor counts, Tensor begins, Tensor(a!) table, Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total"
-)
-events_plan = Kernel("events.plan", _PLAN)
 events_mixture = Kernel(
     "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor places, Tensor(a!) probability"
 )
 events_draw = Kernel(
     "events.draw",
-    _PLAN + ", Tensor slot_at, Tensor places, bool is_uniform, Tensor(e!) slots, Tensor(f!) mass, "
-    "Tensor(g!) probability",
+    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
+    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor places, bool is_mixed, Tensor(a!) table, "
+    "Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total, Tensor(e!) slots, Tensor(f!) density, Tensor(g!) probability",
 )
 
 frames_write = Kernel(

@@ -151,6 +151,8 @@ class Distribution(WriteObserver):
     # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty
     # without such a tree
     power_parts: Sequence[Tensor | int] = ()
+    # further state that is updated at each write, before this one
+    parts: Sequence[WriteObserver] = ()
     _log: WriteLog
 
     @property

@@ -4,86 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
-from typing_extensions import Required, TypedDict
 
 from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import OnLoad, TDError, is_key, is_number, require_choice, require_integer
-from torchrl_replay_ext.core.class_counts import MAX_EVENT_TABLES
+from torchrl_replay_ext.arguments import is_key, is_number, require_choice, require_integer
 from torchrl_replay_ext.core.event_spec import DEFAULT
-from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import MAX_EVENT_TABLES, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
+from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTableMixture
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
-from torchrl_replay_ext.samplers.reaper import Truncated, make_reliability
+from torchrl_replay_ext.samplers.proportional import ProportionalSampler
+from torchrl_replay_ext.samplers.rank import RankBasedSampler
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler, make_reliability
 from torchrl_replay_ext.samplers.table_shares import TableShares
-from torchrl_replay_ext.samplers.table_weights import Correction, TableWeights
-from torchrl_replay_ext.samplers.within_table import ByPriority, ByRank, ByReliability, Uniform
+from torchrl_replay_ext.samplers.within_table import ByMass, ByMembership, ByRank, ByReliability
 
 Kind = Literal["proportional", "rank", "reaper"]
 
 _CORRECTIONS = (None, *get_args(Correction))
-# The distribution inside a table for each kind; None: no priorities.
-_WITHIN: dict[Kind | None, type[Uniform]] = {
-    None: Uniform,
-    "proportional": ByPriority,
-    "rank": ByRank,
-    "reaper": ByReliability,
+_PER = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
+_EPISODES = ("num_streams", "truncated", "done_key", "terminated_key", "traj_key", "init_key", "on_load")
+# For each kind of priority=: the distribution inside a table, and the sampler whose arguments and defaults it has.
+_KINDS: dict[str, tuple[type[ByMass], type[DistributionSampler], tuple[str, ...]]] = {
+    "proportional": (ByMass, ProportionalSampler, _PER),
+    "rank": (ByRank, RankBasedSampler, ("alpha", "beta", "td_error")),
+    "reaper": (ByReliability, ReaPERSampler, (*_PER, "omega", *_EPISODES)),
 }
-# Entries of priority=dict(kind=...) and their defaults.
-_KINDS: dict[str, dict[str, Any]] = {
-    "proportional": {
-        "alpha": 0.6,
-        "beta": 0.4,
-        "eps": 1e-6,
-        "td_error": "squared",
-        "max_priority_within_buffer": False,
-    },
-    "rank": {"alpha": 0.7, "beta": 0.5, "td_error": "squared"},
-    "reaper": {
-        "alpha": 0.4,
-        "omega": 0.2,
-        "beta": 0.4,
-        "eps": 1e-6,
-        "td_error": "squared",
-        "max_priority_within_buffer": False,
-    },
-}
-# Further entries for kind="reaper" and their defaults.
-_REAPER: dict[str, Any] = {
-    "num_streams": 1,
-    "truncated": "finished",
-    "done_key": ("next", "done"),
-    "terminated_key": ("next", "terminated"),
-    "traj_key": ("collector", "traj_ids"),
-    "init_key": "is_init",
-    "on_load": "truncate",
-}
-
-
-class TablePriority(TypedDict, total=False):
-    """The argument ``priority`` of :class:`EventTableSampler`, which lists the entries for each ``kind``."""
-
-    kind: Required[Kind]
-    alpha: float | Anneal
-    beta: float | Anneal
-    omega: float | Anneal
-    eps: float
-    td_error: TDError
-    max_priority_within_buffer: bool
-    num_streams: int
-    truncated: Truncated
-    done_key: NestedKey
-    terminated_key: NestedKey
-    traj_key: NestedKey
-    init_key: NestedKey
-    on_load: OnLoad
 
 
 class EventTableSampler(DistributionSampler):
@@ -194,7 +147,7 @@ class EventTableSampler(DistributionSampler):
         allocation: Allocation = "systematic",
         correction: Correction | None = None,
         beta: float | Anneal = 1.0,
-        priority: TablePriority | None = None,
+        priority: Mapping[str, Any] | None = None,
         pair_keys: tuple[NestedKey, ...] = ("observation", "action"),
         validate: bool = False,
     ):
@@ -213,43 +166,38 @@ class EventTableSampler(DistributionSampler):
                 "('observation', 'action') for example."
             )
         settings = _settings(priority)
-        kind: Kind | None = settings.pop("kind")
+        kind: Kind | None = settings.pop("kind", None)
         _require_compatible(correction, kind, tables, priority)
         exponents = {name: settings.pop(name) for name in ("alpha", "beta", "omega") if name in settings}
         if correction is not None:
             exponents["beta"] = beta
         hyperparameters = make_exponents("EventTableSampler", **exponents)
-        within: dict[str, Any] = {}
-        if kind is not None:
-            within["alpha"] = hyperparameters["alpha"]
-        if kind == "reaper":
-            given: dict[str, Any] = {key: settings.pop(key, default) for key, default in _REAPER.items()}
-            within["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         self._tables, self._correction = tables, correction
-        self._arguments: dict[str, Any] = dict(
+        within: dict[str, Any] = {}
+        if correction == "priority":
+            within = {"shares": self._shares}
+        elif kind is not None:
+            within = {"alpha": hyperparameters["alpha"]}
+        if kind == "reaper":
+            given: dict[str, Any] = {name: settings.pop(name) for name in _EPISODES}
+            within["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
+        make_within = ByMembership if correction == "priority" else ByMass if kind is None else _KINDS[kind][0]
+        make = partial(
+            EventTableMixture,
+            tables=tables,
             shares=self._shares,
             min_sizes=_min_sizes(min_size, tables),
             allocation=allocation,
             correction=correction,
-            make_weights=partial(
-                TableWeights,
-                shares=self._shares,
-                correction=correction,
-                beta=hyperparameters.get("beta"),
-                prioritized=kind is not None,
-                pair_keys=tuple(pair_keys),
-            ),
-            make_within=partial(_WITHIN[kind], **within),
+            pair_keys=tuple(pair_keys),
+            make_within=partial(make_within, **within),
             beta=hyperparameters.get("beta"),
+            takes_priorities=kind is not None,
         )
-        make = self._make_for(tables)
         super().__init__(
             None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, validate=validate, **settings
         )
-
-    def _make_for(self, tables: EventTables) -> partial[EventTableMixture]:
-        return partial(EventTableMixture, tables=tables, **self._arguments)
 
     def _find_tables(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
@@ -260,13 +208,14 @@ class EventTableSampler(DistributionSampler):
                 "writer=EventTableWriter(tables)."
             )
         if tables is not self._tables:
-            if not tables.fits(self._tables):
+            if tables.description() != self._tables.description():
                 raise ValueError(
                     "EventTableSampler: the buffer's writer has other tables; pass the same EventTables to both, or "
                     "tables with the same arguments."
                 )
             self._tables = tables
-            self.make = self._make_for(tables)
+            make: Any = self.make
+            self.make = partial(make, tables=tables)
             return True
         return not self.layout.known
 
@@ -299,7 +248,7 @@ class EventTableSampler(DistributionSampler):
 
 
 def _require_compatible(
-    correction: Correction | None, kind: Kind | None, tables: EventTables, priority: TablePriority | None
+    correction: Correction | None, kind: Kind | None, tables: EventTables, priority: Mapping[str, Any] | None
 ) -> None:
     """ValueError if the tables, their priorities and the correction cannot be combined."""
     if correction in ("conditional", "lemma2", "priority"):
@@ -332,10 +281,11 @@ def _require_compatible(
         )
 
 
-def _settings(priority: TablePriority | None) -> dict[str, Any]:
+def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
     """The entries of ``priority`` with their defaults, checked."""
+    settings = {"eps": 1e-6, "td_error": "squared"}
     if priority is None:
-        return {"kind": None, "eps": 1e-6, "td_error": "squared"}
+        return settings
     if not isinstance(priority, Mapping):
         raise TypeError(
             f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
@@ -343,14 +293,14 @@ def _settings(priority: TablePriority | None) -> dict[str, Any]:
     kind = priority.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
-    known = [*_KINDS[kind], *(_REAPER if kind == "reaper" else ())]
-    unknown = set(priority) - {"kind", *known}
-    if unknown:
+    _, sampler, names = _KINDS[kind]
+    if unknown := set(priority) - {"kind", *names}:
         raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} has the entries {', '.join(known)}, not "
+            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} has the entries {', '.join(names)}, not "
             f"{', '.join(sorted(unknown))}."
         )
-    return {"eps": 1e-6, **_KINDS[kind], **priority}
+    defaults = signature(sampler).parameters
+    return settings | {name: defaults[name].default for name in names} | dict(priority)
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:

@@ -124,6 +124,8 @@ class Reliability(WriteObserver):
         on_load: what becomes of unfinished episodes when a state is loaded.
     """
 
+    needs_order = True
+
     def __init__(
         self,
         log: WriteLog,
@@ -237,7 +239,7 @@ class ReliabilityAdjusted(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    needs_order = rejects = True
+    rejects = True
 
     def __init__(
         self,
@@ -253,6 +255,7 @@ class ReliabilityAdjusted(Distribution):
         self._power = PowerTree(log, priorities, alpha)
         self._tree, self.power_parts = self._power.tree, self._power.parts
         self._reliability = make_reliability(log)
+        self.parts = (self._reliability,)
         self._rejection = Rejection(self._tree, self._reliability)
 
     @property
@@ -260,13 +263,10 @@ class ReliabilityAdjusted(Distribution):
         return min(self._power.max_supported_priority, self._reliability.max_supported_priority)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._reliability.insert(slots, priority, rows)
+        pass
 
     def remove(self, slots: Tensor) -> None:
-        self._reliability.remove(slots)
-
-    def before_full_overwrite(self) -> None:
-        self._reliability.before_full_overwrite()
+        pass
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._reliability.update(slots, priority)
@@ -309,21 +309,15 @@ class ReliabilityAdjusted(Distribution):
 
     def clear(self) -> None:
         self._tree.clear_()
-        self._reliability.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves} | self._reliability.tensors()
-
-    def raise_numbers(self, last: int) -> None:
-        self._reliability.raise_numbers(last)
+        return {"proposals": self._tree.leaves}
 
     def rebuild(self) -> None:
         self._tree.rebuild_()
-        self._reliability.rebuild()
 
     def check_valid(self) -> None:
         self._power.check_valid()
-        self._reliability.check_valid()
 
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()

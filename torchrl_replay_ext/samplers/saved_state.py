@@ -49,7 +49,13 @@ def require_fitting(call: str, state: Mapping[str, Any], tensors: Mapping[str, T
 def require_valid_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
     """Raise ValueError if a state of event tables for ``num_slots`` slots cannot be loaded; a copy is tried."""
     trial = copy.deepcopy(tables)
-    trial.allocate(num_slots, torch.device("cpu"))
+    if not trial.is_allocated:
+        trial.allocate(num_slots, torch.device("cpu"))
+    if not torch.equal(state["begins"].cpu(), trial.begins) or num_slots != trial.num_slots:
+        raise ValueError(
+            f"{call}: the state is for tables of other capacities or another storage size ({num_slots} slots); create "
+            "the buffer with the same capacities and size."
+        )
     require_fitting(call, state, trial.tensors())
     trial.load(state)
     try:

@@ -74,10 +74,10 @@ class SlotState:
         self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, tree, hyperparameters)
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
-        # all parts that are updated at each write; observers first, since they may reject rows
-        self._parts: list[WriteObserver] = [self.distribution]
+        # all parts that are updated at each write; the distribution is last, since the others may reject rows
+        self._parts: list[WriteObserver] = [*self.distribution.parts, self.distribution]
         # True if the order of the writes matters to a part
-        self.needs_order = self.distribution.needs_order
+        self.needs_order = any(part.needs_order for part in self._parts)
         for observe in make_observers:
             self.observe(observe)
         self.hyperparameters_changed()
@@ -89,8 +89,8 @@ class SlotState:
 
     @property
     def observers(self) -> list[WriteObserver]:
-        """Further state that is updated at each write."""
-        return self._parts[:-1]
+        """What :meth:`observe` has added."""
+        return self._parts[len(self.distribution.parts) : -1]
 
     def observe(self, make: MakeObserver) -> None:
         """Add state that must be updated at each write."""

@@ -13,6 +13,14 @@ from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
 _OWNER = "EventTableSampler"
 
 
+def among(eta: Tensor, usable: Tensor) -> Tensor:
+    """η of the tables that are ``usable`` [tables], with sum 1; if none is, rows come from the default table."""
+    eta = eta * usable
+    share = eta.sum()
+    only = (torch.arange(len(eta), device=eta.device) == 0) * (share == 0)
+    return (eta + only) / (share + (share == 0))
+
+
 class TableShares:
     """η of each table, constant or on a linear schedule that counts batches. The state is one tensor.
 
@@ -32,16 +40,6 @@ class TableShares:
     def current(self) -> Tensor:
         """η of each table, float64 [tables]."""
         return self.state[0]
-
-    def among(self, usable: Tensor, eta: Tensor | None = None) -> Tensor:
-        """η of the tables that are ``usable`` [tables], with sum 1; if none is, rows come from the default table.
-
-        ``eta``: the proportions, float64 [tables]. Default: None, the current ones.
-        """
-        eta = (self.current if eta is None else eta) * usable
-        share = eta.sum()
-        only = (torch.arange(len(eta), device=eta.device) == 0) * (share == 0)
-        return (eta + only) / (share + (share == 0))
 
     def as_dict(self) -> dict[str, float]:
         """η of each table, by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,45 +17,54 @@ from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import as_tensor, events_mixture, rank_tabulate
-from torchrl_replay_ext.samplers.base import RowView, WriteObserver
+from torchrl_replay_ext.samplers.base import WriteObserver
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.samplers.rank import STEP, check_alpha
 from torchrl_replay_ext.samplers.reaper import Rejection, Reliability
+from torchrl_replay_ext.samplers.table_shares import TableShares
 
 
-class Uniform(WriteObserver):
-    """q_k(i) = 1 / |B_k|: all entries of a table have the same mass. Base class of the other distributions.
+class ByMass:
+    """q_k(i) ∝ d_i^α, or q_k(i) = 1 / |B_k| without ``alpha``. Base class of the other distributions.
 
     Args:
         log, priorities: the state of the slots.
         tree: the mass of each entry of each table; the entries of a table are consecutive leaves.
         view: the event tables.
+        alpha: the exponent. Default: None, all entries of a table have the same mass.
     """
 
-    # True if draws depend on TD errors
-    takes_priorities = False
-    # see WriteObserver.needs_order
-    needs_order = False
     # True if :meth:`move` has to be called
     follows = False
     # True if an entry is drawn in proportion to its mass
     draws_by_mass = True
+    # True if the mass of an entry depends on the tables that hold the slot
+    depends_on_tables = False
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = None
+    # see :attr:`Distribution.parts`
+    parts: Sequence[WriteObserver] = ()
 
-    def __init__(self, log: WriteLog, priorities: Priorities, tree: SumTree, view: TableView):
-        self._log, self._priorities, self._tree, self._view = log, priorities, tree, view
-        self._no_numbers = priorities.of_slot[:0].clone()
-        self._no_exponent = self._no_numbers.to(torch.float64)
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        tree: SumTree,
+        view: TableView,
+        alpha: Hyperparameter | None = None,
+    ):
+        self._log, self._priorities, self._tree, self._view, self._alpha = log, priorities, tree, view, alpha
+        # numbers and an exponent, whose power is the mass of each slot; no numbers if all masses are 0 or 1 unit
+        nothing = priorities.of_slot[:0].clone(), priorities.of_slot[:0].to(torch.float64)
+        self.power = nothing if alpha is None else (priorities.of_slot, alpha.tensor)
 
     @property
     def max_supported_priority(self) -> float:
         """The largest d that can be represented."""
-        return MAX_PRIORITY
+        return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
 
-    def power(self) -> tuple[Tensor, Tensor]:
-        """Numbers and the exponent first, whose power is the mass of each slot; no numbers if all masses are 1 unit."""
-        return self._no_numbers, self._no_exponent
+    def mark(self, slots: Tensor) -> None:
+        """Called if :attr:`depends_on_tables`, for ``slots`` [n] that are new or have moved; -1 is skipped."""
 
     def refresh(self) -> None:
         """Bring what draws read up to date."""
@@ -81,128 +90,116 @@ class Uniform(WriteObserver):
         events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
         return probability
 
-    def exact_totals(self, total: Tensor) -> Tensor:
+    def totals(self, total: Tensor) -> Tensor:
         """The sums over each table of what :meth:`mixture` adds up; the masses have the sums ``total``. O(N)."""
         return total
 
     def reweight(self) -> None:
         """Called after the exponent was changed."""
 
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        pass
-
     def update(self, slots: Tensor, priority: Tensor) -> None:
         """See :meth:`Distribution.update`. The masses are updated by the caller."""
 
-    def remove(self, slots: Tensor) -> None:
-        pass
-
     def clear(self) -> None:
-        pass
+        """Called when all tables are emptied."""
 
     def tensors(self) -> dict[str, Tensor]:
+        """The state to save, without what follows from the tables and the priorities."""
         return {}
 
-    def raise_numbers(self, last: int) -> None:
-        """See :meth:`WriteObserver.raise_numbers`."""
-
     def rebuild(self) -> None:
-        pass
+        """Recompute derived state after masses or :meth:`tensors` were replaced."""
 
     def check_valid(self) -> None:
-        pass
+        """Raise AssertionError if the state is inconsistent. O(N)."""
 
     def stats(self, eta: Tensor) -> dict[str, Tensor]:
         """Statistics for logging, scalars; ``eta``: η of each table, [tables]."""
         return {}
 
 
-class ByPriority(Uniform):
-    """q_k(i) ∝ d_i^α.
+class ByMembership(ByMass):
+    """q_k(i) ∝ 1 + η inside of the union of the event tables, 1 − η outside, for η = Σ_{k>0} η_k (SSET, Sec. 4).
 
     Args:
-        arguments: those of :class:`Uniform`.
-        alpha: the exponent.
+        arguments: those of :class:`ByMass`.
+        shares: η of each table.
     """
 
-    takes_priorities = True
+    depends_on_tables = True
 
-    def __init__(self, *arguments: Any, alpha: Hyperparameter):
+    def __init__(self, *arguments: Any, shares: TableShares):
         super().__init__(*arguments)
-        self._alpha = alpha
+        self._shares, numbers = shares, torch.ones_like(self._priorities.of_slot)
+        self.power = numbers, torch.ones(1, dtype=torch.float64, device=numbers.device)
 
-    @property
-    def max_supported_priority(self) -> float:
-        return largest_priority(self._tree, self._alpha)
-
-    def power(self) -> tuple[Tensor, Tensor]:
-        return self._priorities.of_slot, self._alpha.tensor
+    def mark(self, slots: Tensor) -> None:
+        slots, event_share = slots.clamp_min(0), 1 - self._shares.current[0].float()
+        inside = (self._view.find(slots) >= 0).any(0)
+        self.power[0].index_copy_(0, slots, torch.where(inside, 1 + event_share, 1 - event_share))
 
 
-class ByRank(Uniform):
+class ByRank(ByMass):
     """q_k(i) ∝ rank^−α, for the rank of d_i in table k.
 
     Args:
-        arguments: those of :class:`Uniform`.
+        arguments: those of :class:`ByMass`.
         alpha: the exponent.
     """
 
-    takes_priorities = follows = True
+    follows = True
     draws_by_mass = False
     why_not_joint = "ranks need the priorities of all shards; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter):
         super().__init__(*arguments)
-        self._alpha, begins, device = alpha, self._view.begins.tolist(), self._view.begins.device
-        self._begins, self._sizes = begins[:-1], [end - begin for begin, end in pairwise(begins)]
-        self._ranks = [RankBuckets(size, device) for size in self._sizes]
+        self._exponent, begins, device = alpha, self._view.begins.tolist(), self._view.begins.device
+        self._ranges = [*pairwise(begins)]
+        self._ranks = [RankBuckets(end - begin, device) for begin, end in self._ranges]
         # Σ_{r≤k} r^-alpha, and the alpha of this table
-        self._cumulative = torch.zeros(max(self._sizes), dtype=torch.float64, device=device)
+        largest = max(end - begin for begin, end in self._ranges)
+        self._cumulative = torch.zeros(largest, dtype=torch.float64, device=device)
         self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
         self.reweight()
 
     def reweight(self) -> None:
-        rank_tabulate(self._cumulative, self._table_alpha, self._alpha.tensor, 0.0)
+        rank_tabulate(self._cumulative, self._table_alpha, self._exponent.tensor, 0.0)
 
     def refresh(self) -> None:
         for ranks in self._ranks:
             ranks.refresh()
-        if self._alpha.annealed:
-            rank_tabulate(self._cumulative, self._table_alpha, self._alpha.tensor, STEP)
+        if self._exponent.annealed:
+            rank_tabulate(self._cumulative, self._table_alpha, self._exponent.tensor, STEP)
 
     def move(self, positions: Tensor) -> None:
         slots = gather_in_bounds(self._view.slot_at, positions.clamp_min(0)).to(torch.int64)
         priority = gather_in_bounds(self._priorities.of_slot, slots.clamp_min(0))
-        for ranks, begin in zip(self._ranks, self._begins, strict=True):
+        for ranks, (begin, _) in zip(self._ranks, self._ranges, strict=True):
             # rows out of range are skipped
             ranks.update(positions - begin, priority, kept=slots >= 0)
 
-    def _totals(self) -> Tensor:
+    def totals(self, total: Tensor) -> Tensor:
         counts = torch.stack([ranks.total() for ranks in self._ranks])
         return gather_in_bounds(self._cumulative, (counts - 1).clamp_min(0)) * (counts > 0)
-
-    def _mass(self, rank: Tensor) -> Tensor:
-        return (rank + 1).clamp_min(1).to(torch.float64) ** -self._table_alpha * (rank >= 0)
 
     def draw(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         u = uniform(table.shape[0], device=table.device, generator=generator)
         position, density = torch.zeros_like(table), torch.zeros_like(u)
-        for number, (ranks, begin) in enumerate(zip(self._ranks, self._begins, strict=True)):
+        for number, (ranks, (begin, _)) in enumerate(zip(self._ranks, self._ranges, strict=True)):
             found, of_found, _ = map(as_tensor, ranks.draw(u, self._cumulative, self._table_alpha))
             position = where_int64(table == number, found + begin, position)
             density = torch.where(table == number, of_found, density)
-        return position, density, self._totals()
+        return position, density, self.totals(total)
 
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         positions, result = self._view.positions(slots), per_mass.new_zeros(slots.shape[0])
-        for number, (ranks, begin) in enumerate(zip(self._ranks, self._begins, strict=True)):
-            result = result + per_mass[number] * self._mass(ranks.rank_of(positions[number] - begin))
+        for number, (ranks, (begin, _)) in enumerate(zip(self._ranks, self._ranges, strict=True)):
+            rank = ranks.rank_of(positions[number] - begin)
+            mass = (rank + 1).clamp_min(1).to(torch.float64) ** -self._table_alpha * (rank >= 0)
+            result = result + per_mass[number] * mass
         return result
-
-    def exact_totals(self, total: Tensor) -> Tensor:
-        return self._totals()
 
     def clear(self) -> None:
         for ranks in self._ranks:
@@ -213,10 +210,9 @@ class ByRank(Uniform):
         return {"table_alpha": self._table_alpha, **places}
 
     def _state(self, number: int) -> tuple[Tensor, Tensor]:
-        begin, size = self._begins[number], self._sizes[number]
-        slots = self._view.slot_at[begin : begin + size].to(torch.int64)
-        stored = (slots >= 0) & (self._tree.leaves[begin : begin + size] > 0)
-        return self._priorities.of_slot[slots.clamp_min(0)], stored
+        entries = slice(*self._ranges[number])
+        slots = self._view.slot_at[entries].to(torch.int64)
+        return self._priorities.of_slot[slots.clamp_min(0)], (slots >= 0) & (self._tree.leaves[entries] > 0)
 
     def rebuild(self) -> None:
         for number, ranks in enumerate(self._ranks):
@@ -224,29 +220,29 @@ class ByRank(Uniform):
         rank_tabulate(self._cumulative, self._table_alpha, self._table_alpha.clone(), 0.0)
 
     def check_valid(self) -> None:
-        check_alpha(self._table_alpha, self._alpha)
+        check_alpha(self._table_alpha, self._exponent)
         for number, ranks in enumerate(self._ranks):
             ranks.check_valid(*self._state(number))
 
 
-class ByReliability(ByPriority):
+class ByReliability(ByMass):
     """q_k(i) ∝ Ψ_i = R_i^ω d_i^α: proposals follow d^α and are accepted with probability R^ω.
 
     The sum of Ψ over a table is estimated from the proposals of the last batches.
 
     Args:
-        arguments: those of :class:`Uniform`.
+        arguments: those of :class:`ByMass`.
         alpha: the exponent of d.
         make_reliability: creates the model of R from the log.
     """
 
-    needs_order = True
     draws_by_mass = False
     why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, alpha: Hyperparameter, make_reliability: Callable[[WriteLog], Reliability]):
         super().__init__(*arguments, alpha=alpha)
         self._reliability = make_reliability(self._log)
+        self.parts = (self._reliability,)
         self._rejection = Rejection(self._tree, self._reliability, self._view)
 
     @property
@@ -262,38 +258,21 @@ class ByReliability(ByPriority):
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         return super().mixture(slots, per_mass) * self._reliability.factor(slots)
 
-    def exact_totals(self, total: Tensor) -> Tensor:
+    def totals(self, total: Tensor) -> Tensor:
         stored, one = self._log.stored_slots(), torch.eye(len(total), dtype=torch.float64, device=total.device)
         return torch.stack([self.mixture(stored, only).sum() for only in one])
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._reliability.insert(slots, priority, rows)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._reliability.update(slots, priority)
 
-    def remove(self, slots: Tensor) -> None:
-        self._reliability.remove(slots)
-
-    def before_full_overwrite(self) -> None:
-        self._reliability.before_full_overwrite()
-
     def clear(self) -> None:
-        self._reliability.clear()
         self._rejection.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._rejection.tensors() | self._reliability.tensors()
-
-    def raise_numbers(self, last: int) -> None:
-        self._reliability.raise_numbers(last)
-
-    def rebuild(self) -> None:
-        self._reliability.rebuild()
+        return self._rejection.tensors()
 
     def check_valid(self) -> None:
         self._rejection.check_valid()
-        self._reliability.check_valid()
 
     def stats(self, eta: Tensor) -> dict[str, Tensor]:
         return {

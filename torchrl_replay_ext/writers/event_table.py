@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +28,40 @@ from torchrl_replay_ext._torchrl import (
 )
 from torchrl_replay_ext.arguments import require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.event_tables import (
-    NEXT_SLOT,
-    RESETS,
-    STATE,
-    STORAGE_ATTRIBUTE,
-    WRITTEN,
-    EventTables,
-    OpenEpisodes,
-    Rows,
-)
+from torchrl_replay_ext.core.event_tables import ARRAYS, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")
-_NO_IDS, _NO_MARKS = np.empty(0, np.int64), np.empty(0, bool)
-_TWO_STORAGES = "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+# slot and number of the last step of an open episode, and its trajectory
+_NO_EPISODE = [-1, -1, -1]
+
+
+class _Rows(NamedTuple):
+    """The rows of a write.
+
+    Args:
+        stream: stream of each row, int64 [n].
+        trajectory: trajectory id, int64 [n]; -1 if unknown.
+        ends: True if the row is the last of an episode, bool [n].
+        begins: True if the row is marked as the first of an episode, bool [n].
+        occurred: True if an event occurs in a row, bool [n, events].
+    """
+
+    stream: np.ndarray
+    trajectory: np.ndarray
+    ends: np.ndarray
+    begins: np.ndarray
+    occurred: np.ndarray
 
 
 def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
     """``columns`` of n bools or integers as arrays [n]. A copy from an accelerator waits: make only one."""
-    remote = [column for column in columns if not column.is_cpu]
-    if remote:
-        device = remote[0].device
+    if not all(map(operator.attrgetter("is_cpu"), columns)):
+        device = next(column.device for column in columns if not column.is_cpu)
         wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
         columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
     return [column.detach().numpy().reshape(-1) for column in columns]
@@ -126,15 +137,16 @@ class EventTableWriter(CompilableWriter):
             require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
         self._tables = tables
-        self._stream_key, self._done_key, self._init_key = stream_key, done_key, init_key
-        self._keys = [done_key, init_key] if stream_key is None else [done_key, init_key, stream_key]
+        self._keys, self._optional = [done_key, init_key], (init_key, _TRAJECTORY)
+        if stream_key is not None:
+            self._keys.append(stream_key)
         self._has_context = any(spec.context for spec in tables.specs)
-        self._episodes = OpenEpisodes(tables)
-        # num_resets of the tables at the time when the episodes were valid
-        self._resets = 0
+        self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
+        self._history = np.array([spec.history for spec in tables.specs])
+        # the last step of the unfinished episode of each stream; the tables know the steps before it
+        self._open: dict[int, list[int]] = {}
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
-        self._pinned = tables.retention == "pinned"
         # True during add()
         self._adds = False
 
@@ -150,7 +162,7 @@ class EventTableWriter(CompilableWriter):
                 "EventTableWriter: another writer already fills event tables for this storage; use one writer for each "
                 "storage."
             )
-        if self._pinned and storage.ndim != 1:
+        if self._tables.is_pinned and storage.ndim != 1:
             raise ValueError(
                 f"EventTableWriter: retention='pinned' needs a flat storage (ndim=1), not ndim={storage.ndim}."
             )
@@ -158,9 +170,13 @@ class EventTableWriter(CompilableWriter):
             kind = type(storage).__name__
             raise ValueError(f"EventTableWriter: the {kind} has no size; pass one: {kind}(1000).")
         self._tables.check(storage.max_size)
-        if self._tables.num_written and storage is not self._storage:
-            raise ValueError(_TWO_STORAGES)
+        other = None if self._tables.storage is None else self._tables.storage()
+        if other is not None and other is not storage:
+            raise ValueError(
+                "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+            )
         super().register_storage(storage)
+        self._tables.storage = weakref.ref(storage)
         setattr(storage, STORAGE_ATTRIBUTE, self._tables)
 
     def add(self, data: TensorDictBase) -> int:
@@ -205,208 +221,179 @@ class EventTableWriter(CompilableWriter):
         steps, is_flat = data.shape[0], data.ndim == 1
         width = data.numel() // steps
         rows = self._read(data if is_flat else data.reshape(-1), width)
-        piece = self._tables.capacity_of(0) if self._pinned else self._tables.num_slots // width
+        # a write fits into the default table
+        piece = int(self._tables.capacities[0]) // width
         if piece >= steps:
             return self._write(data, rows)
         written = []
         for first in range(0, steps, piece):
-            part = data[first : first + piece]
-            written.append(self._write(part, rows.part(first * width, first * width + part.numel())))
+            part = slice(first * width, (first + piece) * width)
+            written.append(self._write(data[first : first + piece], _Rows(*(column[part] for column in rows))))
         index = torch.cat(written)
         if is_flat:
             self._set_index(data, index)
         return index
 
-    def _mark_update_entities(self, index: Tensor) -> None:
-        # TorchRL updates the priority of an added row with a number as the index
-        super()._mark_update_entities(index[0] if self._adds else index)
-
     def _prepare(self, data: Any) -> None:
-        """Allocate the tables at the first write. ValueError if another writer of this process has filled them."""
-        tables = self._tables
-        last = None if tables.writer is None else tables.writer()
-        if last is not self:
-            if last is not None and tables.num_written:
-                raise ValueError(_TWO_STORAGES)
-            tables.writer = weakref.ref(self)
+        """Allocate the tables at the first write."""
         stored = stored_data(self._storage)
         if stored is None or stored is not self._sized_by:
             known = shape_and_device(self._storage)
             if known is None:
-                steps = rows_of_ring(self._storage, data)
-                known = (steps, *data.shape[1:]), self._device(data)
-            tables.allocate(int(np.prod(known[0])), known[1])
+                device = getattr(self._storage, "device", "auto")
+                device = torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
+                known = (rows_of_ring(self._storage, data), *data.shape[1:]), device
+            self._tables.allocate(math.prod(known[0]), known[1])
             self._sized_by = stored
-        if self._resets != tables.counters()[RESETS]:
-            # another process has reset the tables
-            self._forget()
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
-        if self._pinned:
+        if self._tables.is_pinned:
             raise RuntimeError(
                 "EventTableWriter.write_at: with retention='pinned' the tables choose the slots; use extend or add."
             )
         result = super().write_at(index, data)
-        if self._tables.is_allocated:
-            slots = torch.as_tensor(result)
-            known = shape_and_device(self._storage) if slots.ndim > 1 else None
-            slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
-            self._tables.remove(slots.cpu().numpy())
+        slots = torch.as_tensor(result)
+        known = shape_and_device(self._storage) if slots.ndim > 1 else None
+        slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
+        self._tables.remove(slots.cpu().numpy())
         return result
 
     # --- reading the data
 
-    def _read(self, data: TensorDictBase, width: int) -> Rows:
+    def _read(self, data: TensorDictBase, width: int) -> _Rows:
         """The rows of ``data`` [n], and where events occur in them."""
-        count, specs, is_flat = data.shape[0], self._tables.specs, self._storage.ndim == 1
+        count, specs = data.shape[0], self._tables.specs
         found = entries_of(data, self._keys)
         for key, column in zip(self._keys, found, strict=True):
-            if column is None:
-                if key in (self._init_key, _TRAJECTORY):
-                    continue
+            if column is None and key not in self._optional:
                 raise KeyError(
                     f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
                     "argument, or let the environment or collector write it."
                 )
-            if column.numel() != count:
+            if column is not None and column.numel() != count:
                 raise ValueError(
                     f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
                     "one value per transition is needed."
                 )
-        ends: Any
-        ends, begins, trajectory = *found, *[None] * (3 - len(found))
-        if trajectory is not None and (trajectory.is_floating_point() or trajectory.dtype == torch.bool):
+        begins, ids = found[1], found[2] if len(found) > 2 else None
+        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(
-                f"EventTableWriter: the entry {self._stream_key!r} must hold integers, not {trajectory.dtype}; pass "
+                f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
         columns = [spec.occurs(data) for spec in specs if not spec.context]
-        columns.append(ends.to(torch.bool))
-        if begins is not None:
-            columns.append(begins.to(torch.bool))
-        if trajectory is not None:
-            columns.append(trajectory)
-        values = _on_cpu(columns)
-        ids = _NO_IDS if trajectory is None else values.pop().astype(np.int64, copy=False)
-        marks = _NO_MARKS if begins is None else values.pop()
+        values = _on_cpu([*columns, *filter(torch.is_tensor, found)])
+        trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
+        first = np.zeros(count, bool) if begins is None else values.pop() != 0
+        last = values.pop() != 0
         occurred = np.zeros((count, len(specs)), bool)
         for number, spec in enumerate(specs):
             if not spec.context:
                 occurred[:, number] = values.pop(0)
-        if is_flat:
-            stream, ids = ids if len(ids) else np.full(count, -1), _NO_IDS
-        else:
-            stream = np.arange(count) % width
-        rows = Rows(stream, ids, values[0], marks, occurred)
+        stream = trajectory if self._storage.ndim == 1 else np.arange(count) % width
+        rows = _Rows(stream, trajectory, last, first, occurred)
         if self._has_context:
             self._detect_with_context(data, rows)
         return rows
 
-    def _detect_with_context(self, data: TensorDictBase, rows: Rows) -> None:
+    def _detect_with_context(self, data: TensorDictBase, rows: _Rows) -> None:
         """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
         order = rows.stream.argsort(kind="stable")
-        stream, trajectory, ends, begins, occurred = rows
-        is_next = (stream[order][1:] == stream[order][:-1]) & ~ends[order[:-1]]
-        if len(trajectory):
-            is_next &= trajectory[order][1:] == trajectory[order][:-1]
-        if len(begins):
-            is_next &= ~begins[order[1:]]
-        known: set[int] = set()
-        for episode in np.split(order, np.flatnonzero(~is_next) + 1):
-            first = episode[0]
-            goes_on = stream[first] not in known and not (len(begins) and begins[first])
-            known.add(int(stream[first]))
+        stream, trajectory, ends, begins, _ = (column[order] for column in rows)
+        is_next = (stream[1:] == stream[:-1]) & (trajectory[1:] == trajectory[:-1]) & ~ends[:-1] & ~begins[1:]
+        borders = np.flatnonzero(~is_next) + 1
+        for first, episode in zip([0, *borders.tolist()], np.split(order, borders), strict=True):
+            goes_on = not begins[first] and (first == 0 or stream[first] != stream[first - 1])
             segment: Any = data[torch.as_tensor(episode, device=data.device)]
             for number, spec in enumerate(self._tables.specs):
                 if not spec.context:
                     continue
                 given: Any = segment
-                trajectory_id = int(trajectory[first]) if len(trajectory) else -1
-                earlier = self._stored(int(stream[first]), trajectory_id, spec.context) if goes_on else None
+                earlier = self._stored(int(stream[first]), int(trajectory[first]), spec.context) if goes_on else None
                 if earlier is not None:
                     keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
                     device = next(iter(segment.values(True, True))).device
                     given = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
                 result = spec.occurs(given).detach().cpu().numpy().reshape(-1)
-                occurred[episode, number] = result[len(result) - len(episode) :]
+                rows.occurred[episode, number] = result[len(result) - len(episode) :]
 
     def _stored(self, stream: int, trajectory: int, count: int) -> TensorDictBase | None:
         """The last ``count`` transitions of the unfinished episode of a stream; None if there are none."""
-        slots = self._episodes.earlier(stream, trajectory, count)
+        slot, number, last_trajectory = self._open.get(stream, _NO_EPISODE)
         known = shape_and_device(self._storage)
-        if not len(slots) or known is None:
+        if last_trajectory != trajectory or known is None:
+            return None
+        slots = np.empty(count, np.int64)
+        events_earlier(slots, slot, number, *self._tables.arrays())
+        slots = slots[slots >= 0][::-1]
+        if not len(slots):
             return None
         return stored_data(self._storage)[tuple(torch.from_numpy(i) for i in np.unravel_index(slots, known[0]))]
 
     # --- writing
 
-    def _write(self, data: Any, rows: Rows) -> Tensor:
+    def _write(self, data: Any, rows: _Rows) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
-        tables, storage, write = self._tables, self._storage, self._write_pinned if self._pinned else self._write_ring
-        slots, length_before = np.full(len(rows.stream), -1), length_now(storage)
-        written, size = int(tables.counters()[WRITTEN]), int(tables.arrays()[4][0])
-        cursor, write_count = self.cursor_value.item(), self._write_count_value.item()
+        tables, storage, count = self._tables, self._storage, len(rows.stream)
+        arrays, lanes = tables.arrays(), dict[int, int]()
+        lane = np.array([lanes.setdefault(stream, len(lanes)) for stream in rows.stream.tolist()])
+        episodes = np.array([self._open.get(stream, _NO_EPISODE) for stream in lanes])
+        cursor, write_count, length_before = int(self.cursor_value), int(self._write_count_value), length_now(storage)
+        first, counts = cursor * (count // len(data)), arrays[4]
+        if not counts[0]:
+            tables.adopt(length(storage), first)
+        slots = np.full(count, -1) if tables.is_pinned else np.arange(first, first + count) % tables.num_slots
+        size = int(counts[0])
+        fill = episodes, slots, lane, *rows[1:], self._table_of, self._history, *arrays
         try:
-            return write(data, rows, slots)
+            if tables.is_pinned:
+                events_write(*fill)
+                index, written = self._store_at(slots, data)
+            else:
+                # not extend(), which moves the cursor to the device of the storage, for graphs
+                index = written = self._store(data)
+                events_write(*fill)
+            # TorchRL updates the priority of an added row with a number as the index
+            self._mark_update_entities(written[0] if self._adds else written)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
-            if self._pinned:
+            tables.undo(slots[slots >= 0], size)
+            if tables.is_pinned:
                 set_length(storage, int(length_before))
             else:
-                self._discard(int(cursor), data, int(length_before))
-            if not written:
-                tables.clear()
-                self._forget()
-            elif tables.num_written != written:
-                self._episodes.undo(rows, slots)
-            elif not self._pinned:
-                # the storage may hold some of the new rows
-                tables.overwrite(slots[slots >= 0])
-            if written and not self._pinned:
-                tables.set_default_size(size)
+                self._discard(cursor, data, int(length_before))
             raise
-
-    def _write_ring(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
-        tables, count, counters = self._tables, len(slots), self._tables.counters()
-        first = int(self.cursor_value.item()) * (count // len(data))
-        if not counters[WRITTEN]:
-            tables.adopt(length(self._storage), first)
-        if counters[NEXT_SLOT] != first and tables.skip_to(first):
-            self._episodes.clear()
-        slots[:] = np.arange(first, first + count)
-        if first + count > tables.num_slots:
-            slots %= tables.num_slots
-        # not extend(), which moves the cursor to the device of the storage, for graphs
-        index = self._store(data)
-        self._episodes.write(rows, slots)
-        self._mark_update_entities(index)
+        for stream, episode in zip(lanes, episodes.tolist(), strict=True):
+            self._open[stream] = episode
+            if episode[0] < 0:
+                del self._open[stream]
+        if len(self._open) > 2 * tables.num_slots:
+            # episodes that were interrupted
+            self._open = {stream: episode for stream, *episode in self._open_episodes().tolist()}
         return index
 
-    def _write_pinned(self, data: Any, rows: Rows, slots: np.ndarray) -> Tensor:
-        self._episodes.write(rows, slots)
+    def _store_at(self, slots: np.ndarray, data: Any) -> tuple[Tensor, Tensor]:
+        """Write ``data`` to ``slots``; returns the index on the device of the data, and on that of the storage."""
         device, on_cpu = self._tables.device, torch.from_numpy(slots)
-        to_write = on_cpu.to(device, non_blocking=True)
-        index = to_write if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
+        written = on_cpu.to(device, non_blocking=True)
+        index = written if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
         consecutive = isinstance(as_index(slots), slice)
-        set_rows(self._storage, to_write, data, first=int(slots[0]) if consecutive else None)
-        self._mark_update_entities(to_write)
+        set_rows(self._storage, written, data, first=int(slots[0]) if consecutive else None)
         self._write_count += len(slots)
-        return index
+        return index, written
 
-    def _device(self, data: TensorDictBase) -> torch.device:
-        device = getattr(self._storage, "device", "auto")
-        return torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
+    def _open_episodes(self) -> Tensor:
+        """The episodes whose last step is still stored: stream, slot, number and trajectory, int64 [n, 4]."""
+        found = [[stream, *episode] for stream, episode in self._open.items()]
+        found = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
+        return found[self._tables.number[found[:, 1]] == found[:, 2]]
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
         self._tables.clear()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._episodes.clear()
-        self._resets = self._tables.num_resets
+        self._open = {}
 
     # --- saving
 
@@ -423,16 +410,12 @@ class EventTableWriter(CompilableWriter):
         return [self._tables.retention, *self._tables.names]
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the cursor, the tables and the newest transitions of each unfinished episode."""
+        """A copy of the cursor, the tables and the last steps of unfinished episodes."""
         tables: dict[str, Tensor] = {}
         if self._tables.is_allocated:
-            tables = self._tables.state()
-        return {
-            **super().state_dict(),
-            "tables": tables,
-            "episodes": {"open": self._episodes.stored(), "num_slots": torch.tensor(self._tables.num_slots)},
-            "described": self._described(),
-        }
+            tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
+            tables["open"] = self._open_episodes()
+        return {**super().state_dict(), "tables": tables, "described": self._described()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`.
@@ -440,35 +423,25 @@ class EventTableWriter(CompilableWriter):
         Raises:
             ValueError: if the state does not fit this writer; nothing is changed then.
         """
-        name, episodes, saved = "EventTableWriter.load_state_dict", state_dict["episodes"], state_dict["tables"]
-        saved_state.require_keys(name, episodes, {"open", "num_slots"})
-        num_slots = int(episodes["num_slots"].sum())
-        tables = self._tables
+        name, tables, saved = "EventTableWriter.load_state_dict", self._tables, state_dict["tables"]
         if state_dict["described"] != self._described():
             raise ValueError(
-                f"EventTableWriter.load_state_dict: the state is for the tables {state_dict['described']}, this writer "
-                f"has {self._described()} (retention first); create it with the same events and retention."
+                f"{name}: the state is for the tables {state_dict['described']}, this writer has {self._described()} "
+                "(retention first); create it with the same events and retention."
             )
-        saved_state.require_keys(name, saved, {*STATE} if num_slots else set())
-        if num_slots:
-            same = len(saved["number"]) == num_slots and saved["begins"].tolist() == tables.begins_for(num_slots)
-            if not same or (tables.num_slots and tables.num_slots != num_slots):
-                raise ValueError(
-                    "EventTableWriter.load_state_dict: the state is for tables of other capacities or another storage "
-                    f"size ({num_slots} slots); create the buffer with the same capacities and size."
-                )
+        saved_state.require_keys(name, saved, {*ARRAYS[:-1], "open"} if saved else set())
+        num_slots = saved["number"].numel() if saved else 0
+        if saved:
             saved_state.require_valid_tables(name, saved, tables, num_slots)
-        saved_state.require_open_episodes(name, episodes["open"], num_slots)
+            saved_state.require_open_episodes(name, saved["open"], num_slots)
         super().load_state_dict(state_dict)
-        if num_slots:
+        tables.clear()
+        self._open = {}
+        if saved:
             known = None if self._storage is None else shape_and_device(self._storage)
-            current = tables.device if tables.is_allocated else saved["slot_at"].device
-            tables.allocate(num_slots, current if known is None else known[1])
+            tables.allocate(num_slots, tables.device if known is None else known[1])
             tables.load(saved)
-        else:
-            tables.clear()
-        self._episodes.load(episodes["open"])
-        self._resets = tables.num_resets
+            self._open = {stream: episode for stream, *episode in saved["open"].tolist()}
         if self._storage is not None:
             # they read the restored tables
             bind_samplers(self._storage)
@@ -477,7 +450,7 @@ class EventTableWriter(CompilableWriter):
         """Save the state to the directory ``path``."""
         super().dumps(path)
         state = self.state_dict()
-        torch.save({key: state[key] for key in ("tables", "episodes", "described")}, Path(path) / "event_tables.pt")
+        torch.save({key: state[key] for key in ("tables", "described")}, Path(path) / "event_tables.pt")
 
     def loads(self, path: str | Path) -> None:
         """Restore a state that :meth:`dumps` saved to the directory ``path``."""

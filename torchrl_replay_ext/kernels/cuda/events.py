@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
@@ -75,9 +73,10 @@ def _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists,
 
 @jit
 def _draw(
-    seed, shares, min_sizes, tree, counts, begins, table, eta, low, total, slot_at, places, num_slots, lists,
-    slots, mass, probability, count, tables, allocation: tl.constexpr, draws: tl.constexpr, pad: tl.constexpr,
-    num_rows: tl.constexpr, together: tl.constexpr,
+    seed, shares, min_sizes, tree, counts, begins, slot_at, places, num_slots, lists,
+    table, eta, low, total, slots, density, probability, count, tables,
+    allocation: tl.constexpr, is_mixed: tl.constexpr, pad: tl.constexpr, num_rows: tl.constexpr,
+    together: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     in_batch, k = rows < count, tl.arange(0, pad)
@@ -98,22 +97,25 @@ def _draw(
     tl.store(total + k, own, mask=is_first)
     number = _table_of(rows, key, share, count, tables, allocation, pad, together)
     tl.store(table + rows, number.to(tl.int64), mask=in_batch)
-    if draws:
-        is_its = k[None, :] == number[:, None]
-        width = tl.sum(tl.where(is_its, own[None, :], 0), axis=1)
-        rest = (uniform(key, rows) * width.to(tl.float64)).to(tl.int64)
-        rest = tl.sum(tl.where(is_its, ahead[None, :], 0), axis=1) + tl.maximum(tl.minimum(rest, width - 1), 0)
-        leaf, found = find_leaf(
-            tree.leaves, tree.nodes, tree.pages, tree.num_pages, tree.capacity, rest, tree.has_pages, tree.levels,
-            num_rows,
-        )  # fmt: skip
-        slot = tl.load(slot_at + leaf).to(tl.int64)
-        slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
-        per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)
-        mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
-        tl.store(slots + rows, slot, mask=in_batch)
-        tl.store(mass + rows, found, mask=in_batch)
-        tl.store(probability + rows, mixed, mask=in_batch)
+    is_its = k[None, :] == number[:, None]
+    width = tl.sum(tl.where(is_its, own[None, :], 0), axis=1)
+    rest = (uniform(key, rows) * width.to(tl.float64)).to(tl.int64)
+    rest = tl.sum(tl.where(is_its, ahead[None, :], 0), axis=1) + tl.maximum(tl.minimum(rest, width - 1), 0)
+    leaf, mass = find_leaf(
+        tree.leaves, tree.nodes, tree.pages, tree.num_pages, tree.capacity, rest, tree.has_pages, tree.levels, num_rows
+    )
+    slot = tl.load(slot_at + leaf).to(tl.int64)
+    slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
+    per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)
+    mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
+    tl.store(slots + rows, slot, mask=in_batch)
+    tl.store(probability + rows, mixed, mask=in_batch)
+    if is_mixed:
+        tl.store(density + rows, mixed, mask=in_batch)
+    else:
+        size = tl.sum(tl.where(is_its, held[None, :], 0), axis=1).to(tl.float64)
+        relative = mass.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
+        tl.store(density + rows, relative, mask=in_batch)
 
 
 @jit
@@ -131,16 +133,13 @@ def _mixture(
 
 @jit
 def _masses(
-    of_slot, alpha, union, generation, slots, slot_at, capacity, places, num_slots, journal, length, begin, changes,
-    count, lists, has_default, index, mass,
-    is_power: tl.constexpr, is_union: tl.constexpr, num_rows: tl.constexpr,
+    d, alpha, slots, slot_at, capacity, places, num_slots, journal, length, begin, changes, count, lists, has_default,
+    index, mass, is_power: tl.constexpr, num_rows: tl.constexpr,
 ):  # fmt: skip
     """The positions that change, -1 where none does, and their new masses: first those of the journal."""
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     is_change, size = rows < changes, changes + count * (lists + has_default)
-    entry = journal + 2 * ((begin + rows) % length)
-    at = tl.load(entry, mask=is_change, other=-1).to(tl.int64)
-    moved = tl.load(entry + 1, mask=is_change, other=-1).to(tl.int64)
+    at = tl.load(journal + 2 * ((begin + rows) % length), mask=is_change, other=-1).to(tl.int64)
     # then each of the slots in the default table, if that has no list, and in each list
     is_row = (rows >= changes) & (rows < size)
     number = tl.where(is_row, rows - changes, 0)
@@ -148,36 +147,25 @@ def _masses(
     given = tl.load(slots + number % tl.maximum(count, 1), mask=is_row, other=-1)
     is_row = is_row & (given >= 0) & (given < num_slots)
     listed = tl.load(places + which * num_slots + given, mask=is_row & (which >= 0), other=-1).to(tl.int64)
-    if is_union:
-        position = tl.where(is_row & (which < 0), given, tl.where(is_change, moved, -1))
-        slot = tl.minimum(tl.maximum(position, 0), num_slots - 1)
-        inside = tl.zeros_like(rows)
-        for k in range(lists):
-            inside += (tl.load(places + tl.cast(k, tl.int64) * num_slots + slot) >= 0).to(tl.int64)
-        new = tl.where(inside > 0, tl.load(union), tl.load(union + 1))
-        new = tl.where(is_change & (tl.load(generation + slot) == 0), 0, new)
-    else:
-        position = tl.where(is_change, at, tl.where(is_row & (which < 0), given, listed))
-        exists = is_change & (at >= 0) & (at < capacity)
-        now = tl.load(slot_at + at, mask=exists, other=-1).to(tl.int64)
-        slot = tl.where(is_change, now, given)
-        new = tl.full([num_rows], _UNIT, tl.int64)
-        if is_power:
-            valid = (slot >= 0) & (slot < num_slots)
-            d = tl.load(of_slot + slot, mask=valid, other=0.0).to(tl.float64)
-            d = tl.where(d < 0, -d, d)
-            exponent = tl.load(alpha)
-            power = tl.exp2(exponent * tl.log2(tl.where(d > 0, d, 1.0)))
-            power = tl.where(exponent == 0, 1.0, tl.where(d > 0, power, 0.0))
-            new = tl.ceil(power * _UNIT).to(tl.int64)
-        new = tl.where(slot >= 0, new, 0)
+    exists = is_change & (at >= 0) & (at < capacity)
+    now = tl.load(slot_at + at, mask=exists, other=-1).to(tl.int64)
+    slot = tl.where(is_change, now, given)
+    new = tl.full([num_rows], _UNIT, tl.int64)
+    if is_power:
+        priority = tl.load(d + slot, mask=(slot >= 0) & (slot < num_slots), other=0.0).to(tl.float64)
+        priority = tl.where(priority < 0, -priority, priority)
+        exponent = tl.load(alpha)
+        power = tl.exp2(exponent * tl.log2(tl.where(priority > 0, priority, 1.0)))
+        power = tl.where(exponent == 0, 1.0, tl.where(priority > 0, power, 0.0))
+        new = tl.ceil(power * _UNIT).to(tl.int64)
+    position = tl.where(is_change, at, tl.where(is_row & (which < 0), given, listed))
     tl.store(index + rows, position, mask=rows < size)
-    tl.store(mass + rows, new, mask=rows < size)
+    tl.store(mass + rows, tl.where(slot >= 0, new, 0), mask=rows < size)
 
 
 def set_masses(
-    leaves: Tensor, nodes: Tensor, pages: Tensor, of_slot: Tensor, alpha: Tensor, union: Tensor, generation: Tensor,
-    slots: Tensor, slot_at: Tensor, places: Tensor, counts: Tensor, journal: Tensor, begin: int, end: int,
+    leaves: Tensor, nodes: Tensor, pages: Tensor, d: Tensor, alpha: Tensor, slots: Tensor, slot_at: Tensor,
+    places: Tensor, counts: Tensor, journal: Tensor, begin: int, end: int,
 ) -> None:  # fmt: skip
     """See the loop of the same name."""
     begin, (lists, num_slots), count = max(begin, end - len(journal)), places.shape, len(slots)
@@ -187,31 +175,25 @@ def set_masses(
         return
     index, mass = leaves.new_empty(2, size)
     _masses[(triton.cdiv(size, _TOGETHER),)](
-        of_slot, alpha, union, generation, slots, slot_at, len(slot_at), places, num_slots, journal,
-        max(len(journal), 1), begin, end - begin, count, lists, has_default, index, mass,
-        is_power=len(of_slot) > 0, is_union=len(union) > 0, num_rows=_TOGETHER,
+        d, alpha, slots, slot_at, len(slot_at), places, num_slots, journal, max(len(journal), 1), begin, end - begin,
+        count, lists, has_default, index, mass, is_power=len(d) > 0, num_rows=_TOGETHER,
     )  # fmt: skip
     trees.write(leaves, nodes, nodes[:0], pages, len(slot_at), index, mass)
 
 
-def plan(
+def draw(
     seed: Tensor, shares: Tensor, min_sizes: Tensor, allocation: int, leaves: Tensor, nodes: Tensor, pages: Tensor,
-    counts: Tensor, begins: Tensor, table: Tensor, eta: Tensor, low: Tensor, total: Tensor, *drawn: Any,
+    is_uniform: bool, counts: Tensor, begins: Tensor, slot_at: Tensor, places: Tensor, is_mixed: bool, table: Tensor,
+    *results: Tensor,
 ) -> None:  # fmt: skip
-    """See the loop of the same name; with further arguments, that of :func:`draw`."""
-    slot_at, places, _, slots, mass, probability = drawn or (leaves, leaves[:0].view(0, 0), False, table, table, eta)
+    """See the loop of the same name."""
     count, tables, (lists, num_slots) = len(table), len(counts), places.shape
     # the leaves of the tree after the last position have no mass
-    capacity = len(slot_at)
     _draw[(triton.cdiv(max(count, 1), _ROWS),)](
-        seed, shares, min_sizes, tree_of(leaves, nodes, pages, capacity), counts, begins, table, eta, low, total,
-        slot_at, places, num_slots, lists, slots, mass, probability, count, tables,
-        allocation=allocation, draws=len(drawn) > 0, pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS,
-        together=_TOGETHER,
+        seed, shares, min_sizes, tree_of(leaves, nodes, pages, len(slot_at)), counts, begins, slot_at, places,
+        num_slots, lists, table, *results, count, tables, allocation=allocation, is_mixed=is_mixed,
+        pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS, together=_TOGETHER,
     )  # fmt: skip
-
-
-draw = plan
 
 
 def mixture(slots: Tensor, per_mass: Tensor, leaves: Tensor, places: Tensor, probability: Tensor) -> None:
