@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 _NEW = tl.constexpr(NEW)
@@ -104,16 +104,12 @@ def draw(
 
 def find(members: Tensor, start: Tensor, counts: Tensor, size: int, rank: Tensor, slot: Tensor) -> None:
     """See the loop of the same name."""
-    count = rank.shape[0]
-    if count:
-        _find[(triton.cdiv(count, _ROWS),)](members, counts, size, rank, slot, count, num_rows=_ROWS)
+    in_blocks(_find, _ROWS, len(rank), members, counts, size, rank, slot)
 
 
 def rank_of(bucket: Tensor, place: Tensor, members: Tensor, counts: Tensor, slots: Tensor, rank: Tensor) -> None:
     """See the loop of the same name."""
-    count, arrays = slots.shape[0], (bucket, members, bucket.shape[0])
-    if count:
-        _rank_of[(triton.cdiv(count, _ROWS),)](*arrays, slots, rank, count, num_rows=_ROWS)
+    in_blocks(_rank_of, _ROWS, len(slots), bucket, members, len(bucket), slots, rank)
 
 
 def tabulate(cumulative: Tensor, exponent: Tensor, alpha: Any, step: float) -> None:

@@ -29,7 +29,7 @@ def jit(function: Any) -> Any:
     return triton.jit(function)
 
 
-def _levels(capacity: int) -> int:
+def levels_of(capacity: int) -> int:
     """Number of levels above the leaves."""
     return max(1, -(-(capacity - 1).bit_length() // BITS))
 
@@ -96,37 +96,55 @@ def _walk(
 
 
 @jit
-def sum_before(
-    leaves, nodes, size, pages, num_pages, capacity, node, has_pages: tl.constexpr, levels: tl.constexpr
-):  # fmt: skip
+def sum_before(tree, node):
     """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
-    last = tl.cast(capacity, tl.int64) - 1
+    last = tl.cast(tree.capacity, tl.int64) - 1
     node = tl.minimum(tl.maximum(node, 0), last + 1)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
-    first = place_of(tl.minimum(node & -_CHILDREN, last), pages, num_pages, has_pages)
+    first = place_of(tl.minimum(node & -_CHILDREN, last), tree.pages, tree.num_pages, tree.has_pages)
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-    running = tl.load(leaves + first[:, None] + children[None, :], mask=before, other=0)
-    begin = tl.cast(size, tl.int64)
-    for _ in tl.static_range(levels):
+    running = tl.load(tree.leaves + first[:, None] + children[None, :], mask=before, other=0)
+    begin = tl.cast(tree.size, tl.int64)
+    for _ in tl.static_range(tree.levels):
         node = node >> _BITS
         last = last >> _BITS
         begin -= ((last >> _BITS) + 1) * _CHILDREN
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-        entries = nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
+        entries = tree.nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
         running += tl.load(entries, mask=before, other=0)
     return tl.sum(running, axis=1)
 
 
 @jit
-def _prefix(
-    leaves, nodes, size, pages, num_pages, capacity, index, total, count,
-    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
-):  # fmt: skip
+def _prefix(tree, index, total, count, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     node = tl.load(index + rows, mask=rows < count, other=0)
-    running = sum_before(leaves, nodes, size, pages, num_pages, capacity, node, has_pages, levels)
-    tl.store(total + rows, running, mask=rows < count)
+    tl.store(total + rows, sum_before(tree, node), mask=rows < count)
+
+
+@jit
+def put(tree, leaf, mass, mask):
+    """``leaves[leaf] = mass`` where ``mask``, for a single leaf; returns the change."""
+    tl.debug_barrier()
+    place = place_of(leaf, tree.pages, tree.num_pages, tree.has_pages)
+    change = tl.where(mask, mass - tl.load(tree.leaves + place), 0)
+    tl.debug_barrier()
+    tl.store(tree.leaves + place, mass, mask=mask)
+    node, last, begin = leaf, tl.cast(tree.capacity, tl.int64) - 1, tl.cast(tree.size, tl.int64)
+    for _ in tl.static_range(tree.levels):
+        node = node >> _BITS
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        add(tree.nodes + begin + node, change, mask)
+    tl.debug_barrier()
+    return change
+
+
+@jit
+def add(pointer, value, mask):
+    """Add a number that no other thread changes."""
+    tl.store(pointer, tl.load(pointer) + value, mask=mask)
 
 
 @jit
@@ -235,7 +253,7 @@ class Tree(NamedTuple):
 
 def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int) -> Tree:
     """The tree that a kernel takes, from the arguments of a loop."""
-    constants = tl.constexpr(len(pages) > 0), tl.constexpr(_levels(capacity))
+    constants = tl.constexpr(len(pages) > 0), tl.constexpr(levels_of(capacity))
     return Tree(leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, *constants)
 
 
@@ -243,8 +261,10 @@ def _num_pages(leaves: Tensor) -> int:
     return leaves.shape[0] >> PAGE_BITS
 
 
-def _blocks(count: int) -> tuple[int]:
-    return (triton.cdiv(count, _ROWS),)
+def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel with one thread block for every ``num_rows`` of ``count`` rows."""
+    if count:
+        kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
 
 
 def root(nodes: Tensor, value: Tensor) -> None:
@@ -254,23 +274,17 @@ def root(nodes: Tensor, value: Tensor) -> None:
 
 def get(leaves: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor) -> None:
     """See the loop of the same name."""
-    count = index.shape[0]
-    if count:
-        _get[(triton.cdiv(count, 256),)](
-            leaves, pages, _num_pages(leaves), capacity, index, mass, count,
-            has_pages=len(pages) > 0, num_rows=256,
-        )  # fmt: skip
+    state = leaves, pages, _num_pages(leaves), capacity
+    in_blocks(_get, 256, len(index), *state, index, mass, has_pages=len(pages) > 0)
 
 
 def _descend(
     leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, target: Tensor, leaf: Tensor, mass: Tensor
 ) -> None:
-    count = target.shape[0]
-    if count:
-        _walk[_blocks(count)](
-            leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass, count,
-            is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
-        )  # fmt: skip
+    in_blocks(
+        _walk, _ROWS, len(target), leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass,
+        is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=levels_of(capacity),
+    )  # fmt: skip
 
 
 # a target in [0, 1) is a fraction of the total
@@ -279,12 +293,7 @@ draw = find = _descend
 
 def prefix(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, index: Tensor, total: Tensor) -> None:
     """See the loop of the same name."""
-    count = index.shape[0]
-    if count:
-        _prefix[_blocks(count)](
-            leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, index, total, count,
-            has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
-        )  # fmt: skip
+    in_blocks(_prefix, _ROWS, len(index), tree_of(leaves, nodes, pages, capacity), index, total)
 
 
 def write(
@@ -294,7 +303,7 @@ def write(
     """See the loop of the same name; with ``alpha`` that of ``write_power``."""
     count = index.shape[0]
     # marks of rows and their masses; the largest writes change only the leaves here
-    levels = _levels(capacity) if count < _MANY else 0
+    levels = levels_of(capacity) if count < _MANY else 0
     if count:
         rows = min(_WRITTEN, triton.next_power_of_2(count))
         _write[(1,)](
@@ -326,7 +335,7 @@ def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor)
     if count:
         _refresh_maxima[(1,)](
             leaves, maxima, len(maxima), capacity, index, count,
-            levels=_levels(capacity), num_together=min(64, triton.next_power_of_2(count)),
+            levels=levels_of(capacity), num_together=min(64, triton.next_power_of_2(count)),
         )  # fmt: skip
 
 
