@@ -58,7 +58,13 @@ def episodes_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *ar
     """The argument of a kernel, from the arguments of a loop with or without ``least_largest`` and ``generation``."""
     _, _, _, _, episode, start_of, _, _, _, maxima = arrays[:10]
     sizes = len(episode), len(start_of) - 1, len(maxima), tl.constexpr(levels_of(len(start_of)))
-    return Episodes(tree_of(leaves, nodes, pages, capacity), *arrays[:10], *sizes, *arrays[10:])
+    fields: Any = (tree_of(leaves, nodes, pages, capacity), *arrays[:10], *sizes, *arrays[10:])
+    return Episodes(*fields)
+
+
+def _memory_of(*arrays: Any) -> _Memory:
+    fields: Any = (*arrays, len(arrays[-1]) - 1)
+    return _Memory(*fields)
 
 
 @jit
@@ -255,15 +261,14 @@ def write(*arguments: Any) -> None:
     if not assign(*arguments[:11]):
         return
     _, _, _, slots, _, ended, _, _, _, lane_of, begins, finished, d, num_writes = arguments[:14]
-    memory = _Memory(*arguments[14:19], len(arguments[18]) - 1)
     rows = slots, lane_of, begins, ended, finished, d.mul(UNIT).ceil_().to(torch.int64), num_writes + 1, len(slots)
-    _write[(1,)](*rows, memory, episodes_of(*arguments[19:]), num_warps=1)
+    _write[(1,)](*rows, _memory_of(*arguments[14:19]), episodes_of(*arguments[19:]), num_warps=1)
 
 
 def remove(slots: Tensor, stops: bool, *state: Any) -> None:
     """See the loop of the same name."""
-    memory = _Memory(*state[:5], len(state[4]) - 1)
-    _remove_all[(1,)](slots, len(slots), memory, episodes_of(*state[5:]), stops=stops, num_warps=1)
+    memory, episodes = _memory_of(*state[:5]), episodes_of(*state[5:])
+    _remove_all[(1,)](slots, len(slots), memory, episodes, stops=stops, num_warps=1)
 
 
 def update(slots: Tensor, d: Tensor, number: Tensor, *episodes: Any) -> None:

@@ -157,6 +157,33 @@ def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.c
 
 
 @jit
+def _refresh(
+    leaves, nodes, size, pages, num_pages, capacity, index, count,
+    is_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_together: tl.constexpr,
+):  # fmt: skip
+    """Compute the smallest positive or largest entries of all nodes above ``index`` again; a single thread block."""
+    children = tl.arange(0, _CHILDREN)
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    last = last_leaf
+    begin = tl.cast(size, tl.int64)
+    below = leaves
+    for level in tl.static_range(levels):
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        for start in range(0, count, num_together):
+            rows = start + tl.arange(0, num_together)
+            leaf = tl.load(index + rows, mask=rows < count, other=-1)
+            valid = (leaf >= 0) & (leaf <= last_leaf)
+            node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
+            first = place_of(node * _CHILDREN, pages, num_pages, has_pages and level == 0)
+            values = tl.load(below + first[:, None] + children[None, :])
+            result = tl.min(tl.where(values > 0, values, _NOTHING), axis=1) if is_min else tl.max(values, axis=1)
+            tl.store(nodes + begin + node, result, mask=valid)
+        below = nodes + begin
+        tl.debug_barrier()
+
+
+@jit
 def _write(
     leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, alpha, count,
     is_one_mass: tl.constexpr, is_power: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr,
@@ -194,48 +221,7 @@ def _write(
             tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
         tl.debug_barrier()
     if track_min:
-        children = tl.arange(0, _CHILDREN)
-        last = last_leaf
-        begin = tl.cast(size, tl.int64)
-        below = minima
-        for level in tl.static_range(levels):
-            last = last >> _BITS
-            begin -= ((last >> _BITS) + 1) * _CHILDREN
-            for start in range(0, count, num_together):
-                rows = start + tl.arange(0, num_together)
-                leaf = tl.load(index + rows, mask=rows < count, other=-1)
-                valid = (leaf >= 0) & (leaf <= last_leaf)
-                node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-                if level == 0:
-                    first = leaves + place_of(node * _CHILDREN, pages, num_pages, has_pages)
-                else:
-                    first = below + node * _CHILDREN
-                values = tl.load(first[:, None] + children[None, :])
-                values = tl.where(values > 0, values, _NOTHING)
-                tl.store(minima + begin + node, tl.min(values, axis=1), mask=valid)
-            below = minima + begin
-            tl.debug_barrier()
-
-
-@jit
-def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.constexpr, num_together: tl.constexpr):
-    children = tl.arange(0, _CHILDREN)
-    last_leaf = tl.cast(capacity, tl.int64) - 1
-    last = last_leaf
-    begin = tl.cast(size, tl.int64)
-    below = leaves
-    for level in tl.static_range(levels):
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
-        for start in range(0, count, num_together):
-            rows = start + tl.arange(0, num_together)
-            leaf = tl.load(index + rows, mask=rows < count, other=-1)
-            valid = (leaf >= 0) & (leaf <= last_leaf)
-            node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
-            tl.store(maxima + begin + node, tl.max(values, axis=1), mask=valid)
-        below = maxima + begin
-        tl.debug_barrier()
+        _refresh(leaves, minima, size, pages, num_pages, capacity, index, count, True, has_pages, levels, num_together)
 
 
 class Tree(NamedTuple):
@@ -333,8 +319,8 @@ def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor)
     """See the loop of the same name."""
     count = index.shape[0]
     if count:
-        _refresh_maxima[(1,)](
-            leaves, maxima, len(maxima), capacity, index, count,
+        _refresh[(1,)](
+            leaves, maxima, len(maxima), index, 1, capacity, index, count, is_min=False, has_pages=False,
             levels=levels_of(capacity), num_together=min(64, triton.next_power_of_2(count)),
         )  # fmt: skip
 
