@@ -8,7 +8,7 @@ including those of this file, and fails if a release of TorchRL removes one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -253,15 +253,10 @@ def exclusive(storage: Any) -> ExitStack:
     return locks
 
 
-def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batch_size: torch.Size) -> Any:
-    """Like ``apply``, but without the checks, which take longer than reading a few rows."""
-    return data._fast_apply(function, batch_size=batch_size)
-
-
-def take_rows(data: TensorDictBase, index: Tensor) -> TensorDictBase:
+def take_rows(data: TensorDictBase, index: Tensor) -> Any:
     """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension."""
     if torch.compiler.is_dynamo_compiling() or not isinstance(data, TensorDict) or data._has_names():
-        return map_tensors(data, lambda column: gather_in_bounds(column, index), index.shape)
+        return data._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
     parts = {}
     for key, part in data._tensordict.items():
         if isinstance(part, Tensor):
@@ -355,16 +350,6 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
 def is_in_this_process(buffer: Any) -> bool:
     """True for a buffer, False for the handle of a buffer in another process."""
     return getattr(buffer, "_sampler", None) is not None
-
-
-def transform_of(buffer: Any) -> Any:
-    """The transforms of a buffer."""
-    return buffer._transform
-
-
-def default_batch_size(buffer: Any) -> int | None:
-    """The batch size that was passed to a buffer, or None."""
-    return buffer._batch_size
 
 
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -46,6 +47,7 @@ class Choice(NamedTuple):
     candidate_scores: Tensor
 
 
+@dataclass(eq=False)
 class CandidateScorer:
     """Scores K candidates for a batch and chooses those nearest to the policy.
 
@@ -61,31 +63,22 @@ class CandidateScorer:
         group_size: rows per group.
     """
 
-    def __init__(
-        self,
-        *,
-        num_candidates: int,
-        noise_scale: float | Tensor,
-        score: Score,
-        covariance: Covariance,
-        eps: float,
-        granularity: Granularity,
-        group_size: int,
-    ):
-        for name, value in (("num_candidates", num_candidates), ("group_size", group_size)):
-            require_integer(_OWNER, name, value)
-        for name, value, allowed in (
-            ("score", score, get_args(Score)),
-            ("covariance", covariance, get_args(Covariance)),
-            ("granularity", granularity, get_args(Granularity)),
-        ):
-            require_choice(_OWNER, name, value, allowed)
-        require_noise_scale(_OWNER, noise_scale)
-        self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
-        self.score: Score = score
-        self._covariance: Covariance = covariance
-        self._eps = require_finite(_OWNER, "eps", eps)
-        self._scale = scale = torch.as_tensor(noise_scale, dtype=torch.float32)
+    num_candidates: int
+    noise_scale: float | Tensor
+    score: Score
+    covariance: Covariance
+    eps: float
+    granularity: Granularity
+    group_size: int
+
+    def __post_init__(self):
+        for name in ("num_candidates", "group_size"):
+            require_integer(_OWNER, name, getattr(self, name))
+        for name, allowed in (("score", Score), ("covariance", Covariance), ("granularity", Granularity)):
+            require_choice(_OWNER, name, getattr(self, name), get_args(allowed))
+        require_noise_scale(_OWNER, self.noise_scale)
+        self.eps = require_finite(_OWNER, "eps", self.eps)
+        self._scale = scale = torch.as_tensor(self.noise_scale, dtype=torch.float32)
         # a covariance matrix may be positive definite in float64 only
         require_noise_scale(_OWNER, scale)
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
@@ -108,7 +101,7 @@ class CandidateScorer:
             )
 
     def _require_enough_rows(self, rows: int, dims: int) -> None:
-        uses_covariance = self.score == "kl" and self._covariance == "full" and self.granularity != "transition"
+        uses_covariance = self.score == "kl" and self.covariance == "full" and self.granularity != "transition"
         if uses_covariance and rows <= dims:
             what = "group_size" if self.granularity == "group" else "the actor's batch_size"
             raise ValueError(
@@ -178,7 +171,7 @@ class CandidateScorer:
         """Scores of parts [K, n, size, A], [K, n]."""
         if self.score == "kl" and self.granularity != "transition":
             scale = 1.0 if is_stochastic else self._scale.to(parts.device)
-            return divergence(parts, scale, self._covariance, self._eps)
+            return divergence(parts, scale, self.covariance, self.eps)
         if self.score == "kl" and not is_stochastic:
             parts = self._divide_by_noise(parts, self._scale.to(parts))
         distance = parts.square().sum(-1)

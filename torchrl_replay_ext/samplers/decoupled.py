@@ -22,14 +22,11 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext._torchrl import (
-    default_batch_size,
     is_in_this_process,
     is_stacked,
     length,
     read_only_buffer,
-    sampler_generator,
     stored_data,
-    transform_of,
 )
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
@@ -235,7 +232,7 @@ class DecoupledSampler(SamplerWrapper):
             )
         if rb.sampler is not self:
             raise ValueError("DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler.")
-        batch_size = default_batch_size(rb) if batch_size is None else batch_size
+        batch_size = rb.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
         require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
@@ -250,7 +247,7 @@ class DecoupledSampler(SamplerWrapper):
         device = getattr(rb.storage, "device", None)
         if isinstance(device, torch.device):
             self._to(device)
-        sampler = _ActorSampler(self, transform_of(rb))
+        sampler = _ActorSampler(self, rb.transform)
         buffer = read_only_buffer(rb, sampler, batch_size)
         sampler.is_constructed = True
         return buffer
@@ -339,7 +336,7 @@ class DecoupledSampler(SamplerWrapper):
             return rows
         self._require_entries(data, [key for key in keys if not is_stacked(storage, key)])
         if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
-            return storage.take_columns(keys, index)
+            return storage.take(index, keys)
         return data.select(*keys)[index]
 
     def _require_entries(self, rows: TensorDictBase, keys: list[NestedKey]) -> None:
@@ -443,7 +440,7 @@ class DecoupledSampler(SamplerWrapper):
 
 
 @PrioritizedSampler.register
-class _ActorSampler(Sampler):
+class _ActorSampler(RandomSampler):
     reduction = "max"
     # read by CompilableReplayBuffer, which requires TD errors if this is True
     takes_priorities = False
@@ -453,14 +450,6 @@ class _ActorSampler(Sampler):
         # the constructor of a buffer calls update_priority for the rows in the storage; ignore that call
         self.is_constructed = False
 
-    @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
-        return sampler_generator(self._decoupled)
-
-    @_rng.setter
-    def _rng(self, value: torch.Generator | None) -> None:
-        pass
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
         index, score, candidate_scores = self._decoupled.candidates(storage, batch_size, self._transform)
         return index, {"score": score, "candidate_scores": candidate_scores}
@@ -468,18 +457,3 @@ class _ActorSampler(Sampler):
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
         if self.is_constructed:
             raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-    def dumps(self, path: str | Path) -> None:
-        pass
-
-    def loads(self, path: str | Path) -> None:
-        pass
-
-    def _empty(self) -> None:
-        pass

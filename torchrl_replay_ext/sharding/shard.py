@@ -108,8 +108,8 @@ class ReplayShard:
     # --- calls of the coordinator
 
     def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
-        """Call a method; return the report after it, and its result."""
-        result = getattr(self, method)(*arguments)
+        """Call a method of this object or of the buffer; return the report after it, and its result."""
+        result = getattr(self if hasattr(self, method) else self._buffer, method)(*arguments)
         return self.report(), result
 
     def report(self) -> Report:
@@ -210,14 +210,6 @@ class ReplayShard:
         specs = writer.tables.specs if isinstance(writer, EventTableWriter) else ()
         flags = [spec.condition for spec in specs if isinstance(spec.condition, (str, tuple))]
         truncate_at(self._buffer, slots[last[is_open]], self._done_key, flags)
-
-    def empty(self) -> None:
-        """Remove all transitions."""
-        self._buffer.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the buffer."""
-        return self._buffer.state_dict()
 
     def dumps(self, path: str) -> None:
         """Save the state of the buffer as the file ``path``."""
