@@ -265,13 +265,13 @@ def write(*arguments: Any) -> None:
     _write[(1,)](*rows, _memory_of(*arguments[14:19]), episodes_of(*arguments[19:]), num_warps=1)
 
 
-def remove(slots: Tensor, stops: bool, *state: Any) -> None:
+def remove(slots, stops, *state):
     """See the loop of the same name."""
     memory, episodes = _memory_of(*state[:5]), episodes_of(*state[5:])
     _remove_all[(1,)](slots, len(slots), memory, episodes, stops=stops, num_warps=1)
 
 
-def update(slots: Tensor, d: Tensor, number: Tensor, *episodes: Any) -> None:
+def update(slots, d, number, *episodes):
     """See the loop of the same name."""
     if len(slots):
         rows, mass = min(256, triton.next_power_of_2(len(slots))), d.to(torch.float64).mul_(UNIT).ceil_()

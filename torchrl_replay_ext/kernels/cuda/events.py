@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
@@ -168,9 +165,8 @@ def _masses(
 
 
 def set_masses(
-    leaves: Tensor, nodes: Tensor, pages: Tensor, of_slot: Tensor, alpha: Tensor, union: Tensor, generation: Tensor,
-    slots: Tensor, slot_at: Tensor, places: Tensor, counts: Tensor, journal: Tensor, begin: int, end: int,
-) -> None:  # fmt: skip
+    leaves, nodes, pages, of_slot, alpha, union, generation, slots, slot_at, places, counts, journal, begin, end
+):
     """See the loop of the same name."""
     begin, (lists, num_slots), count = max(begin, end - len(journal)), places.shape, len(slots)
     has_default = len(counts) - lists
@@ -186,10 +182,7 @@ def set_masses(
     trees.write(leaves, nodes, nodes[:0], pages, len(slot_at), index, mass)
 
 
-def plan(
-    seed: Tensor, shares: Tensor, min_sizes: Tensor, allocation: int, leaves: Tensor, nodes: Tensor, pages: Tensor,
-    counts: Tensor, begins: Tensor, table: Tensor, eta: Tensor, low: Tensor, total: Tensor, *drawn: Any,
-) -> None:  # fmt: skip
+def plan(seed, shares, min_sizes, allocation, leaves, nodes, pages, counts, begins, table, eta, low, total, *drawn):
     """See the loop of the same name; with further arguments, that of :func:`draw`."""
     slot_at, places, _, slots, mass, probability = drawn or (leaves, leaves[:0].view(0, 0), False, table, table, eta)
     count, tables, (lists, num_slots) = len(table), len(counts), places.shape
@@ -206,7 +199,7 @@ def plan(
 draw = plan
 
 
-def mixture(slots: Tensor, per_mass: Tensor, leaves: Tensor, places: Tensor, probability: Tensor) -> None:
+def mixture(slots, per_mass, leaves, places, probability):
     """See the loop of the same name."""
     tables, (lists, num_slots) = len(per_mass), places.shape
     in_blocks(

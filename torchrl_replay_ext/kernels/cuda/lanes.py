@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels import lanes_layout
 from torchrl_replay_ext.kernels.cuda.tree import jit
@@ -83,10 +82,7 @@ def _assign(
     tl.store(result + 1, cause)
 
 
-def assign(
-    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int, lane_of: Tensor, begins: Tensor,
-) -> bool:  # fmt: skip
+def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins):
     """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome."""
     can_refuse = strictness > lanes_layout.UNCHECKED
     state, total = (lanes.clone(), interrupted.clone()) if can_refuse else (lanes, interrupted)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, sum_before, tree_of
@@ -180,12 +178,12 @@ def _average(table, total, num_ranges, acceptance, first, count, size, num_rows:
         tl.store(weight, tl.load(weight) + 0.1 * (1.0 - tl.load(weight)))
 
 
-def reliability(slots: Tensor, result: Tensor, *episodes: Any) -> None:
+def reliability(slots, result, *episodes):
     """See the loop of the same name."""
     in_blocks(_of, _SLOTS, len(slots), slots, result, episodes_of(*episodes))
 
 
-def smallest(masses: Tensor, omega: Tensor, result: Tensor, *episodes: Any) -> None:
+def smallest(masses, omega, result, *episodes):
     """See the loop of the same name."""
     state = episodes_of(*episodes)
     bits = result.fill_(math.inf).view(torch.int64)
@@ -193,11 +191,7 @@ def smallest(masses: Tensor, omega: Tensor, result: Tensor, *episodes: Any) -> N
     in_blocks(_smallest, _SLOTS, count, masses, omega, bits, state)
 
 
-def draw(
-    seed: Tensor, table: Tensor, low: Tensor, total: Tensor, omega: Tensor, slot_at: Tensor,
-    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, leaf: Tensor, density: Tensor, acceptance: Tensor,
-    *episodes: Any,
-) -> None:  # fmt: skip
+def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
     """See the loop of the same name."""
     count, num_means, num_ranges = len(leaf), acceptance.shape[1], len(low)
     size = count + SPARE * num_means

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import triton.language as tl  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit, put, tree_of
@@ -72,7 +71,7 @@ def write(*arguments: Any) -> None:
     )  # fmt: skip
 
 
-def walk(start: Tensor, following: Tensor, leaves: Tensor, slots: Tensor, mask: Tensor) -> None:
+def walk(start, following, leaves, slots, mask):
     """See the loop of the same name."""
     size = min(len(following), len(leaves))
     in_blocks(_walk, _ROWS, len(start), start, following, leaves, slots, mask, size, slots.shape[1])

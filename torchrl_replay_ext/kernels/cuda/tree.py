@@ -253,20 +253,18 @@ def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constan
         kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
 
 
-def root(nodes: Tensor, value: Tensor) -> None:
+def root(nodes, value):
     """See the loop of the same name."""
     value.copy_(nodes[:1])
 
 
-def get(leaves: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor) -> None:
+def get(leaves, pages, capacity, index, mass):
     """See the loop of the same name."""
     state = leaves, pages, _num_pages(leaves), capacity
     in_blocks(_get, 256, len(index), *state, index, mass, has_pages=len(pages) > 0)
 
 
-def _descend(
-    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, target: Tensor, leaf: Tensor, mass: Tensor
-) -> None:
+def _descend(leaves, nodes, pages, capacity, target, leaf, mass):
     in_blocks(
         _walk, _ROWS, len(target), leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass,
         is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=levels_of(capacity),
@@ -277,15 +275,12 @@ def _descend(
 draw = find = _descend
 
 
-def prefix(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, index: Tensor, total: Tensor) -> None:
+def prefix(leaves, nodes, pages, capacity, index, total):
     """See the loop of the same name."""
     in_blocks(_prefix, _ROWS, len(index), tree_of(leaves, nodes, pages, capacity), index, total)
 
 
-def write(
-    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor,
-    alpha: Tensor | None = None,
-) -> None:  # fmt: skip
+def write(leaves, nodes, minima, pages, capacity, index, mass, alpha=None):
     """See the loop of the same name; with ``alpha`` that of ``write_power``."""
     count = index.shape[0]
     # marks of rows and their masses; the largest writes change only the leaves here
@@ -305,7 +300,7 @@ def write(
 write_power = write
 
 
-def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int) -> None:
+def rebuild(leaves, nodes, minima, pages, capacity):
     """See the loop of the same name."""
     stored = leaves
     if len(pages):
@@ -315,7 +310,7 @@ def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capaci
         _reduce_levels(torch.where(stored > 0, stored, NOTHING), minima, lambda groups: groups.amin(1))
 
 
-def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor) -> None:
+def refresh_maxima(leaves, maxima, capacity, index):
     """See the loop of the same name."""
     count = index.shape[0]
     if count:
@@ -325,7 +320,7 @@ def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor)
         )  # fmt: skip
 
 
-def rebuild_maxima(leaves: Tensor, maxima: Tensor, capacity: int) -> None:
+def rebuild_maxima(leaves, maxima, capacity):
     """See the loop of the same name."""
     _reduce_levels(leaves, maxima, lambda groups: groups.amax(1))
 
