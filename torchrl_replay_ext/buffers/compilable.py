@@ -15,7 +15,7 @@ from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import count_sample, expands_draws, has_generations, set_entries, stored_data
 from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, where_int64
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
@@ -240,17 +240,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             super().update_tensordict_priority(data)
             return
         stamp = data[STAMP_KEY]
-        index, priority = data["anchor_index" if anchored else "index"], self._get_priority_vector(data).detach()
-
-        rows = (index, priority, stamp)
+        if anchored and (valid := data.get("validity_mask", None)) is not None:
+            stamp = where_int64(valid, stamp, -1)
+        rows = data["anchor_index" if anchored else "index"], stamp, self._get_priority_vector(data).detach()
+        # the batch may have been moved, for example to the device of the networks
+        index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)
         if anchored:
-            valid = data.get("validity_mask", None)
-            rows = (*rows, torch.ones_like(stamp, dtype=torch.bool) if valid is None else valid)
-        if isinstance(device := getattr(self._storage, "device", None), torch.device):
-            # the batch may have been moved, for example to the device of the networks
-            rows = tuple(row.to(device) for row in rows)
+            index, stamp, priority = largest_of_anchors(index, stamp, priority)
         with self._locks():
-            index, priority, stamp, *valid = rows
-            if anchored:
-                index, stamp, priority = largest_of_anchors(self._storage, index, stamp, priority, *valid)
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
