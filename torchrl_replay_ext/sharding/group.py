@@ -39,10 +39,8 @@ class ShardGroup:
         self._calls, self._on_loss, self._timeout = calls, on_loss, timeout
         self._restored = restored
         self.handles = [calls.start(each) for each in arguments]
-        # the newest report of each shard; an empty one if it is lost
+        # the newest report of each shard; an empty one of the last process if it is lost
         self.reports = [Report()] * len(self.handles)
-        # the numbers of the last processes of lost shards
-        self._ended = [0] * len(self.handles)
         self._lost = LostShards(calls, self.handles)
         # the last checkpoint of the present content
         self.checkpoint: Path | None = None
@@ -78,8 +76,10 @@ class ShardGroup:
         """
         self._restore_returned()
         return [
-            (report.process, shard.answer.remote(method, *arguments(number))) if report.process else None
-            for number, (shard, report) in enumerate(zip(self.handles, self.reports, strict=True))
+            None
+            if number in self._lost.numbers
+            else (self.reports[number].process, shard.answer.remote(method, *arguments(number)))
+            for number, shard in enumerate(self.handles)
         ]
 
     def receive(self, sent: Sent) -> list[Any]:
@@ -91,10 +91,10 @@ class ShardGroup:
         results: list[Any] = [None] * len(self)
         answers = get_all(self._calls, [None if call is None else call[1] for call in sent])
         for number, (call, answer) in enumerate(zip(sent, answers, strict=True)):
-            known = self.reports[number]
-            if call is None or call[0] != known.process:
+            known = self.reports[number].process
+            if call is None or call[0] != known or number in self._lost.numbers:
                 continue
-            if isinstance(answer, Lost) or answer[0].process != known.process:
+            if isinstance(answer, Lost) or answer[0].process != known:
                 self._lose(number)
             else:
                 self.reports[number], results[number] = answer
@@ -141,8 +141,8 @@ class ShardGroup:
 
     def _lose(self, number: int) -> None:
         """Note that the process of a shard has ended."""
-        last, self.reports[number] = self.reports[number], Report()
-        self._ended[number] = last.process
+        last = self.reports[number]
+        self.reports[number] = Report(last.process)
         self.lost_shards += 1
         self.lost_rows += last.length
         self._lost.add(number)
@@ -156,7 +156,7 @@ class ShardGroup:
         for number, report in self._lost.returned().items():
             try:
                 # not at the start, and not if the process was only out of reach
-                is_new = self._ended[number] not in (0, report.process)
+                is_new = self.reports[number].process not in (0, report.process)
                 self.reports[number] = self._restore(number, report) if is_new else report
             except Lost:
                 self._lost.add(number)

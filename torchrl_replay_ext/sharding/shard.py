@@ -29,7 +29,7 @@ class Report(NamedTuple):
     """The state of a shard after a call. All numbers are plain, because small tensors are slow to send.
 
     Args:
-        process: random number of the process; 0: the process has ended, or has not answered yet. Default: 0.
+        process: random number of the process; 0: it has not answered yet. Default: 0.
         length: number of stored transitions.
         written: number of transitions ever written.
         mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
