@@ -347,11 +347,6 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     return view
 
 
-def is_in_this_process(buffer: Any) -> bool:
-    """True for a buffer, False for the handle of a buffer in another process."""
-    return getattr(buffer, "_sampler", None) is not None
-
-
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
     """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler."""
     return type(buffer)(

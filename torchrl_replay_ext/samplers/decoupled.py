@@ -22,7 +22,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext._torchrl import (
-    is_in_this_process,
     is_stacked,
     length,
     read_only_buffer,
@@ -172,7 +171,7 @@ class DecoupledSampler(SamplerWrapper):
         # mean score of the last actor batch, and mean score of all its candidates
         self._chosen = torch.zeros(2)
         self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
-        self._set_policy(policy)
+        self.policy = policy
 
     @property
     def _inner(self) -> Any:
@@ -186,10 +185,7 @@ class DecoupledSampler(SamplerWrapper):
         return self._policy
 
     @policy.setter
-    def policy(self, value: TensorDictModuleBase) -> None:
-        self._set_policy(value)
-
-    def _set_policy(self, policy: TensorDictModuleBase) -> None:
+    def policy(self, policy: TensorDictModuleBase) -> None:
         in_keys, out_keys = getattr(policy, "in_keys", None), getattr(policy, "out_keys", None)
         if in_keys is None or out_keys is None:
             raise ValueError(
@@ -225,13 +221,11 @@ class DecoupledSampler(SamplerWrapper):
         Raises:
             ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is missing.
         """
-        if not is_in_this_process(rb):
+        if getattr(rb, "sampler", None) is not self:
             raise ValueError(
-                f"DecoupledSampler.actor_buffer: {type(rb).__name__} is in another process, where the policy would be "
-                "a copy that is never updated. Keep the buffer in the learner's process; collectors may run in others."
+                "DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler. A buffer in another "
+                "process has a copy, whose policy is never updated."
             )
-        if rb.sampler is not self:
-            raise ValueError("DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler.")
         batch_size = rb.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
@@ -384,13 +378,13 @@ class DecoupledSampler(SamplerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that draws of both samplers depend on."""
-        state = super().state_dict()
+        state = self.critic_sampler.state_dict()
         return state if self._draws_both else {**state, _CANDIDATES: self.candidate_sampler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
         if self._draws_both:
-            super().load_state_dict(state_dict)
+            self.critic_sampler.load_state_dict(state_dict)
             return
         given, others = state_dict.get(_CANDIDATES, {}), {**state_dict}
         others.pop(_CANDIDATES, None)
@@ -402,11 +396,11 @@ class DecoupledSampler(SamplerWrapper):
         # nothing is changed if one of the two is refused
         deepcopy(self.critic_sampler).load_state_dict(others)
         self.candidate_sampler.load_state_dict(given)
-        super().load_state_dict(others)
+        self.critic_sampler.load_state_dict(others)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state of both samplers under the directory ``path``."""
-        super().dumps(path)
+        self.critic_sampler.dumps(path)
         if not self._draws_both:
             self.candidate_sampler.dumps(Path(path) / _CANDIDATES)
 
@@ -415,7 +409,7 @@ class DecoupledSampler(SamplerWrapper):
         if not self._draws_both:
             deepcopy(self.critic_sampler).loads(path)
             self.candidate_sampler.loads(Path(path) / _CANDIDATES)
-        super().loads(path)
+        self.critic_sampler.loads(path)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +53,11 @@ class SamplerWrapper(ShowsArguments, Sampler):
     default_priority = delegated("_inner", "default_priority", read_only=True)
     probabilities = delegated("_inner", "probabilities", read_only=True)
 
+    state_dict = delegated("_inner", "state_dict", read_only=True)
+    load_state_dict = delegated("_inner", "load_state_dict", read_only=True)
+    dumps = delegated("_inner", "dumps", read_only=True)
+    loads = delegated("_inner", "loads", read_only=True)
+
     add = _by_all("add", "Called after a write of one row.")
     extend = _by_all("extend", "Called after a write of several rows.")
     mark_update = _by_all("mark_update", "Called by the writer after it has written slots.")
@@ -87,19 +91,3 @@ class SamplerWrapper(ShowsArguments, Sampler):
     def _empty(self) -> None:
         for sampler in self._samplers():
             empty_sampler(sampler)
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that sampling depends on."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`."""
-        self._inner.load_state_dict(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state under the directory ``path``."""
-        self._inner.dumps(path)
-
-    def loads(self, path: str | Path) -> None:
-        """Load a state saved by :meth:`dumps`."""
-        self._inner.loads(path)
