@@ -33,7 +33,7 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
+from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, Score
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
@@ -295,8 +295,8 @@ class DecoupledSampler(SamplerWrapper):
         return index
 
     @torch.no_grad()
-    def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, PolicyOutput]:
-        """The stored actions [n, A] of the candidates, and the policy's output for the same rows."""
+    def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """The actions of the candidates and of the policy, see :meth:`CandidateScorer.choose`."""
         policy = self.policy
         rows = self._rows(storage, index, transform)
         inputs = rows.select(*policy.in_keys)
@@ -308,7 +308,7 @@ class DecoupledSampler(SamplerWrapper):
                 result = policy(inputs)
         mean = result.get("loc" if self._stochastic else self._action_key)
         scale = result.get("scale") if self._stochastic else None
-        return rows.get(self._action_key), PolicyOutput(mean, scale, self._squashed)
+        return rows.get(self._action_key), mean, scale, self._squashed
 
     def _rows(self, storage: Any, index: Any, transform: Any) -> TensorDictBase:
         """The policy's input entries and the actions of the candidates."""
