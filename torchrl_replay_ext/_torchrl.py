@@ -32,7 +32,6 @@ from torchrl.data.replay_buffers import (
     Transition,
 )
 
-from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 
 
@@ -279,23 +278,6 @@ def set_entries(data: Any, entries: dict[NestedKey, Tensor]) -> None:
 def has_generations(writer: Any) -> bool:
     """True if a writer numbers its writes and adds the numbers to samples."""
     return getattr(writer, "tracks_generations", False)
-
-
-def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
-    """The TensorDict [num_rows] of columns on the CPU, without the checks, which take longer than all else."""
-    root: dict[Any, Any] = {}
-    for key, column in columns.items():
-        *groups, name = key_path(key)
-        group = root
-        for each in groups:
-            group = group.setdefault(each, {})
-        group[name] = column
-
-    def build(group: dict[Any, Any]) -> TensorDict:
-        parts = {name: build(part) if isinstance(part, dict) else part for name, part in group.items()}
-        return TensorDict._new_unsafe(parts, batch_size=torch.Size([num_rows]), device=torch.device("cpu"))
-
-    return build(root)
 
 
 def has_round_robin_writers(storage: Any) -> bool:

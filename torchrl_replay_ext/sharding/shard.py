@@ -115,18 +115,15 @@ class ReplayShard:
     def report(self) -> Report:
         """The state of the shard."""
         length, drawing = len(self._buffer), self._drawing
-        report = Report(self._process, length, self._buffer.write_count, mass=[float(length)])
+        parts: dict[str, Any] = {"mass": [float(length)]}
         if length and self._is_joint:
-            sums = self._sampler.sums(self._storage)._asdict().items()
-            report = report._replace(**{key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in sums})
-        if drawing is None:
-            return report
-        beta = drawing.hyperparameters.get("beta")
-        return report._replace(
-            largest_priority=drawing.largest_priority,
-            beta=None if beta is None else float(beta.value),
-            schedules=drawing.schedules(),
-        )
+            parts = self._sampler.sums(self._storage)._asdict()
+        if drawing is not None:
+            parts |= {"largest_priority": drawing.largest_priority, "schedules": drawing.schedules()}
+            parts["beta"] = drawing.hyperparameters["beta"].value if "beta" in drawing.hyperparameters else None
+        for key, part in parts.items():
+            parts[key] = part.tolist() if isinstance(part, torch.Tensor) else part
+        return Report(self._process, length, self._buffer.write_count, **parts)
 
     def exchange(self, packed: bytes) -> Arrays:
         """Apply TD errors, then draw.
