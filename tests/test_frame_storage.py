@@ -404,7 +404,7 @@ LOOKS = {
     "repr of the buffer": repr,
     "repr of the storage": lambda rb: repr(rb.storage),
     "take": lambda rb: rb.storage.take(torch.arange(len(rb))),
-    "take_columns": lambda rb: rb.storage.take_columns(list(KEYS), torch.arange(len(rb))),
+    "take, some entries": lambda rb: rb.storage.take(torch.arange(len(rb)), list(KEYS)),
     "state_dict": lambda rb: rb.state_dict(),
     "sample": lambda rb: rb.sample(),
 }

@@ -50,7 +50,7 @@ def learn(rb):
 
 @pytest.mark.skipif(RateLimited is not object, reason="this torchrl can wait")
 def test_torchrl_0_14_cannot_wait_for_data():
-    with pytest.raises(TypeError, match=r"sample\(wait=True\): torchrl .* cannot wait for data. Leave wait= out"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
         make_buffer().sample(wait=True)
 
 

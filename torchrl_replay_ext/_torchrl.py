@@ -8,7 +8,7 @@ including those of this file, and fails if a release of TorchRL removes one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,6 @@ from torchrl.data.replay_buffers import (
     Transition,
 )
 
-from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 
 
@@ -253,15 +252,10 @@ def exclusive(storage: Any) -> ExitStack:
     return locks
 
 
-def map_tensors(data: TensorDictBase, function: Callable[[Tensor], Tensor], batch_size: torch.Size) -> Any:
-    """Like ``apply``, but without the checks, which take longer than reading a few rows."""
-    return data._fast_apply(function, batch_size=batch_size)
-
-
-def take_rows(data: TensorDictBase, index: Tensor) -> TensorDictBase:
+def take_rows(data: TensorDictBase, index: Tensor) -> Any:
     """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension."""
     if torch.compiler.is_dynamo_compiling() or not isinstance(data, TensorDict) or data._has_names():
-        return map_tensors(data, lambda column: gather_in_bounds(column, index), index.shape)
+        return data._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
     parts = {}
     for key, part in data._tensordict.items():
         if isinstance(part, Tensor):
@@ -284,23 +278,6 @@ def set_entries(data: Any, entries: dict[NestedKey, Tensor]) -> None:
 def has_generations(writer: Any) -> bool:
     """True if a writer numbers its writes and adds the numbers to samples."""
     return getattr(writer, "tracks_generations", False)
-
-
-def assemble(columns: dict[NestedKey, Tensor], num_rows: int) -> TensorDict:
-    """The TensorDict [num_rows] of columns on the CPU, without the checks, which take longer than all else."""
-    root: dict[Any, Any] = {}
-    for key, column in columns.items():
-        *groups, name = key_path(key)
-        group = root
-        for each in groups:
-            group = group.setdefault(each, {})
-        group[name] = column
-
-    def build(group: dict[Any, Any]) -> TensorDict:
-        parts = {name: build(part) if isinstance(part, dict) else part for name, part in group.items()}
-        return TensorDict._new_unsafe(parts, batch_size=torch.Size([num_rows]), device=torch.device("cpu"))
-
-    return build(root)
 
 
 def has_round_robin_writers(storage: Any) -> bool:
@@ -350,21 +327,6 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     vars(view).update(vars(buffer))
     view._sampler, view._prefetch, view._batch_size = sampler, False, None
     return view
-
-
-def is_in_this_process(buffer: Any) -> bool:
-    """True for a buffer, False for the handle of a buffer in another process."""
-    return getattr(buffer, "_sampler", None) is not None
-
-
-def transform_of(buffer: Any) -> Any:
-    """The transforms of a buffer."""
-    return buffer._transform
-
-
-def default_batch_size(buffer: Any) -> int | None:
-    """The batch size that was passed to a buffer, or None."""
-    return buffer._batch_size
 
 
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:

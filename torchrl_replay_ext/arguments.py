@@ -64,13 +64,16 @@ def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> int
     return value
 
 
+def is_number(value: Any) -> bool:
+    """True for a real number, or a tensor with one element, but not for a bool."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def as_number(owner: str, name: str, value: Any) -> float:
     """Return ``value`` as a float. TypeError unless it is a real number or a tensor with one element."""
-    if isinstance(value, Tensor):
-        is_number = value.numel() == 1 and value.dtype != torch.bool and not value.is_complex()
-    else:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number:
+    if not is_number(value):
         raise TypeError(f"{owner}({name}={value!r}): {name} must be a number, not {type(value).__name__}.")
     return float(value)
 
@@ -97,10 +100,3 @@ def require_number(owner: str, name: str, value: Any, valid: Callable[[float], b
 def require_finite(owner: str, name: str, value: Any) -> float:
     """Return ``value`` as a float. TypeError if it is not a number, ValueError if it is negative or not finite."""
     return require_number(owner, name, value, lambda x: math.isfinite(x) and x >= 0, ">= 0 and finite")
-
-
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number or a 0-dim real tensor, and not a bool."""
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and value.dtype != torch.bool and not value.is_complex()
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -131,11 +131,7 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
     return order.add(u).div_(num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 
 
-@overload
-def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor | int) -> Tensor: ...
-@overload
-def where_int64(condition: Array, yes: Array | int, no: Array | int) -> Array: ...
-def where_int64(condition: Any, yes: Any, no: Any) -> Any:
+def where_int64(condition: Array, yes: Array | int, no: Array | int) -> Array:
     """``torch.where`` for int64; by arithmetic in graphs, because ``torch.where`` compiled for AVX2 can be wrong."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
@@ -144,10 +140,6 @@ def where_int64(condition: Any, yes: Any, no: Any) -> Any:
     return torch.where(condition, yes, no)
 
 
-@overload
-def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor: ...
-@overload
-def gather_in_bounds(source: Tensor, index: Array) -> Array: ...
 def gather_in_bounds(source: Tensor, index: Array) -> Array:
     """``source[index]`` for an index within bounds, of any shape; a NumPy array for an index of ``as_index``.
 

@@ -139,13 +139,6 @@ class RecordedGraph:
                     f"compile_step(cudagraphs=True): {name} is on {each.device}, other tensors of {self._step} are "
                     f"on {device}; move it there before the first call."
                 )
-        for number in self._arguments:
-            given = inputs[number]
-            if any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True)):
-                raise RuntimeError(
-                    f"compile_step(cudagraphs=True): elements of {self._names[number]} share memory, as those of an "
-                    "expanded tensor do; pass it with contiguous()."
-                )
         return device
 
     def _require_same_memory(self, inputs: tuple[Tensor, ...]) -> None:

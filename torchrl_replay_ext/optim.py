@@ -133,7 +133,7 @@ class AdamStep:
                 "torch.autograd.grad(loss, step.parameters)."
             )
         if not torch.compiler.is_dynamo_compiling():
-            _step_with(self._optimizer, self.parameters, gradients)
+            self._step(gradients)
             return
         beta1, beta2 = self._group["betas"]
         for count in self._counts:
@@ -151,6 +151,20 @@ class AdamStep:
             mean.lerp_(gradient, 1 - beta1)
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
+
+    def _step(self, gradients: Sequence[Tensor]) -> None:
+        """A step of the optimizer itself; ``grad`` of all parameters is left as it was."""
+        own = self._group["params"]
+        before = [parameter.grad for parameter in own]
+        for parameter in own:
+            parameter.grad = None
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            # fused optimizers read the memory of a gradient in the order of the parameter's, whatever its strides
+            same = gradient.stride() == parameter.stride()
+            parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
+        self._optimizer.step()
+        for parameter, gradient in zip(own, before, strict=True):
+            parameter.grad = gradient
 
 
 def _place_counts(optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
@@ -171,32 +185,16 @@ def _place_counts(optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None
 def _adam_state(
     optimizer: torch.optim.Adam, parameters: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """First moments, second moments and step counts; a step with gradients of 0 creates those that are missing."""
-    missing = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
-    if missing:
-        before = [parameter.detach().clone() for parameter in missing]
-        _step_with(optimizer, missing, [torch.zeros_like(parameter) for parameter in missing])
-        for parameter, value in zip(missing, before, strict=True):
-            optimizer.state[parameter]["step"].zero_()
-            # the step changes nothing, except with eps=0, where it divides 0 by 0
-            parameter.detach().copy_(value)
+    """First moments, second moments and step counts; those that are missing are made as the optimizer makes them."""
+    fused, capturable = optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["capturable"]
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
+    for parameter in parameters:
+        if not optimizer.state.get(parameter):
+            count = torch.zeros((), dtype=dtype, device=parameter.device if fused or capturable else "cpu")
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": count, **moments}
     states = [optimizer.state[parameter] for parameter in parameters]
     return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
-
-
-def _step_with(optimizer: torch.optim.Adam, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """A step of the optimizer that changes these parameters only; ``grad`` of all parameters is left as it was."""
-    own = optimizer.param_groups[0]["params"]
-    before = [parameter.grad for parameter in own]
-    for parameter in own:
-        parameter.grad = None
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        # fused optimizers read the memory of a gradient in the order of the parameter's, whatever its strides
-        same = gradient.stride() == parameter.stride()
-        parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
-    optimizer.step()
-    for parameter, gradient in zip(own, before, strict=True):
-        parameter.grad = gradient
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:

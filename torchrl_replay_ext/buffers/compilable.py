@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torchrl
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
@@ -16,7 +15,7 @@ from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import count_sample, expands_draws, has_generations, set_entries, stored_data
 from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
-from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.compilation import is_traced, where_int64
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
@@ -24,11 +23,6 @@ from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_sample
 _NO_UNIT = (
     "CompilableReplayBuffer(sample_unit={name}(...)): a graph can contain no sample unit other than TorchRL's "
     "Sequence. Call sample() and update_tensordict_priority() outside the compiled function, and pass it the sample."
-)
-_CAN_WAIT = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
-_CANNOT_WAIT = (
-    f"CompilableReplayBuffer.sample(wait=True): torchrl {torchrl.__version__} cannot wait for data. Leave wait= out "
-    "and write before the first sample, or install a later release of torchrl."
 )
 
 
@@ -111,10 +105,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         batch_size: int | None = None,
         return_info: bool = False,
         include_info: bool | None = None,
-        *,
-        wait: bool = False,
-        timeout: float | None = None,
-        cancel_event: Any | None = None,
+        **waiting: Any,
     ) -> Any:
         """Draw a batch; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`.
 
@@ -122,31 +113,23 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             batch_size: number of rows. None (default): that of the buffer.
             return_info: return a tuple of the batch and a dict with the columns that the sampler adds. Default: False.
             include_info: deprecated in TorchRL.
-            wait: wait until there is data, with releases of torchrl after 0.14. Default: False.
-            timeout: the longest wait, in seconds. None (default): no limit.
-            cancel_event: an object whose ``is_set()`` ends the wait. Default: None.
+            **waiting: ``wait``, ``timeout`` and ``cancel_event`` of releases of torchrl after 0.14.
 
         Raises:
             RuntimeError: if there is no batch size, or the buffer is empty; in a graph, with ``wait``.
             TimeoutError: if there is no data after ``timeout`` seconds.
-            TypeError: with ``wait``, if torchrl cannot wait.
+            TypeError: if torchrl cannot wait.
         """
         size = self._batch_size if batch_size is None else batch_size
         if is_traced():
-            if wait:
+            if waiting.get("wait"):
                 raise RuntimeError("CompilableReplayBuffer.sample(wait=True): a graph cannot wait; leave wait= out.")
             if size is None:
                 raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
             self._require_unit_of_graphs()
             return self._draw(size, return_info)
-        if wait:
-            if not _CAN_WAIT:
-                raise TypeError(_CANNOT_WAIT)
-            waiting = {"wait": True, "timeout": timeout, "cancel_event": cancel_event}
+        if size is None or include_info is not None or waiting or not self._reads_columns() or not len(self):
             return super().sample(batch_size, return_info, include_info, **waiting)
-        is_cancelled = cancel_event is not None and cancel_event.is_set()
-        if size is None or include_info is not None or is_cancelled or not self._reads_columns() or not len(self):
-            return super().sample(batch_size, return_info, include_info)
         with self._locks():
             drawn = self._draw(size, return_info)
         count_sample(self, size)
@@ -257,17 +240,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             super().update_tensordict_priority(data)
             return
         stamp = data[STAMP_KEY]
-        index, priority = data["anchor_index" if anchored else "index"], self._get_priority_vector(data).detach()
-
-        rows = (index, priority, stamp)
+        if anchored and (valid := data.get("validity_mask", None)) is not None:
+            stamp = where_int64(valid, stamp, -1)
+        rows = data["anchor_index" if anchored else "index"], stamp, self._get_priority_vector(data).detach()
+        # the batch may have been moved, for example to the device of the networks
+        index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)
         if anchored:
-            valid = data.get("validity_mask", None)
-            rows = (*rows, torch.ones_like(stamp, dtype=torch.bool) if valid is None else valid)
-        if isinstance(device := getattr(self._storage, "device", None), torch.device):
-            # the batch may have been moved, for example to the device of the networks
-            rows = tuple(row.to(device) for row in rows)
+            index, stamp, priority = largest_of_anchors(index, stamp, priority)
         with self._locks():
-            index, priority, stamp, *valid = rows
-            if anchored:
-                index, stamp, priority = largest_of_anchors(self._storage, index, stamp, priority, *valid)
             sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore

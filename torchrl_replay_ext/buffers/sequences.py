@@ -12,7 +12,6 @@ from torchrl.data.replay_buffers import Sequence
 
 from torchrl_replay_ext._torchrl import next_step_value, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, where_int64
-from torchrl_replay_ext.indices import last_occurrence
 from torchrl_replay_ext.samplers.slot_index import row_major
 
 _OWNER = "CompilableReplayBuffer(sample_unit=Sequence(...))"
@@ -100,32 +99,20 @@ def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tu
     return (newest - time) % steps, (time - oldest) % steps
 
 
-def largest_of_anchors(
-    storage: Any, anchor: Tensor, stamp: Tensor, priority: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the largest priority of the valid rows of each pair of anchor and stamp.
+def largest_of_anchors(anchor: Tensor, stamp: Tensor, priority: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows of each pair of anchor and stamp, only the one with the largest priority keeps its stamp.
 
     Args:
-        storage: the storage.
         anchor: index of each row's anchor, int64 [n] or [n, ndim].
-        stamp: write stamp of the anchor, int64 [n].
+        stamp: write stamp of the anchor, int64 [n], -1 for rows that do not count.
         priority: float [n].
-        valid: bool [n].
 
     Returns:
-        ``anchor``; stamps [n], -1 for all rows but one of each pair; priorities [n], right for the newest stamp of each
-        anchor.
+        The arguments in another order, with the stamp -1 in the other rows.
     """
-    known = shape_and_device(storage)
-    assert known is not None
-    slots, unknown = row_major(anchor.reshape(len(stamp), -1), known[0]), torch.full_like(stamp, -1)
-
-    def largest_of_slots(values: Tensor, fallback: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        last = last_occurrence(slots, mask)
-        return last, fallback.scatter_reduce(0, last, values, "amax")
-
-    last, newest = largest_of_slots(where_int64(valid, stamp, unknown), unknown, valid)
-    is_newest = valid & (stamp == gather_in_bounds(newest, last))
-    last, largest = largest_of_slots(torch.where(is_newest, priority, 0.0), torch.zeros_like(priority), is_newest)
-    is_extra = ~valid | (is_newest & (last != torch.arange(len(stamp), device=stamp.device)))
-    return anchor, where_int64(is_extra, unknown, stamp), largest
+    keys, order = torch.column_stack([stamp, anchor]), priority.argsort()
+    for key in keys.unbind(1):
+        order = order[key[order].argsort(stable=True)]
+    keys = keys[order]
+    is_last = torch.cat([(keys[1:] != keys[:-1]).any(1), torch.ones_like(stamp[:1], dtype=torch.bool)])
+    return anchor[order], where_int64(is_last, stamp[order], -1), priority[order]

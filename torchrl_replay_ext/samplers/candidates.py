@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,34 +19,7 @@ Granularity = Literal["batch", "group", "transition"]
 _OWNER = "DecoupledSampler"
 
 
-class PolicyOutput(NamedTuple):
-    """Output of the current policy in the states of n rows.
-
-    Args:
-        action: actions of a deterministic policy, or means of a stochastic policy, [n, A].
-        scale: standard deviations of a stochastic policy, [n, A]; None for a deterministic policy.
-        is_squashed: True if the actions are the tanh of a Gaussian.
-    """
-
-    action: Tensor
-    scale: Tensor | None
-    is_squashed: bool
-
-
-class Choice(NamedTuple):
-    """The rows chosen for a batch.
-
-    Args:
-        rows: row numbers among the candidates, int64 [B].
-        score: score of each row, or of the row's group or batch, [B].
-        candidate_scores: scores of the K candidates for each row, [B, K].
-    """
-
-    rows: Tensor
-    score: Tensor
-    candidate_scores: Tensor
-
-
+@dataclass(eq=False)
 class CandidateScorer:
     """Scores K candidates for a batch and chooses those nearest to the policy.
 
@@ -61,31 +35,22 @@ class CandidateScorer:
         group_size: rows per group.
     """
 
-    def __init__(
-        self,
-        *,
-        num_candidates: int,
-        noise_scale: float | Tensor,
-        score: Score,
-        covariance: Covariance,
-        eps: float,
-        granularity: Granularity,
-        group_size: int,
-    ):
-        for name, value in (("num_candidates", num_candidates), ("group_size", group_size)):
-            require_integer(_OWNER, name, value)
-        for name, value, allowed in (
-            ("score", score, get_args(Score)),
-            ("covariance", covariance, get_args(Covariance)),
-            ("granularity", granularity, get_args(Granularity)),
-        ):
-            require_choice(_OWNER, name, value, allowed)
-        require_noise_scale(_OWNER, noise_scale)
-        self.num_candidates, self.granularity, self.group_size = num_candidates, granularity, group_size
-        self.score: Score = score
-        self._covariance: Covariance = covariance
-        self._eps = require_finite(_OWNER, "eps", eps)
-        self._scale = scale = torch.as_tensor(noise_scale, dtype=torch.float32)
+    num_candidates: int
+    noise_scale: float | Tensor
+    score: Score
+    covariance: Covariance
+    eps: float
+    granularity: Granularity
+    group_size: int
+
+    def __post_init__(self):
+        for name in ("num_candidates", "group_size"):
+            require_integer(_OWNER, name, getattr(self, name))
+        for name, allowed in (("score", Score), ("covariance", Covariance), ("granularity", Granularity)):
+            require_choice(_OWNER, name, getattr(self, name), get_args(allowed))
+        require_noise_scale(_OWNER, self.noise_scale)
+        self.eps = require_finite(_OWNER, "eps", self.eps)
+        self._scale = scale = torch.as_tensor(self.noise_scale, dtype=torch.float32)
         # a covariance matrix may be positive definite in float64 only
         require_noise_scale(_OWNER, scale)
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
@@ -108,7 +73,7 @@ class CandidateScorer:
             )
 
     def _require_enough_rows(self, rows: int, dims: int) -> None:
-        uses_covariance = self.score == "kl" and self._covariance == "full" and self.granularity != "transition"
+        uses_covariance = self.score == "kl" and self.covariance == "full" and self.granularity != "transition"
         if uses_covariance and rows <= dims:
             what = "group_size" if self.granularity == "group" else "the actor's batch_size"
             raise ValueError(
@@ -117,39 +82,48 @@ class CandidateScorer:
                 "rows, or covariance='diag'."
             )
 
-    def choose(self, action: Tensor, policy: PolicyOutput) -> Choice:
+    def choose(
+        self, action: Tensor, expected: Tensor, scale: Tensor | None, is_squashed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Score K candidates of B rows each and choose.
 
         Args:
             action: stored actions of the candidates, [K·B, A]; the rows of each candidate are consecutive.
-            policy: the policy's output for these rows.
+            expected: actions of a deterministic policy for these rows, or means of a stochastic policy, [K·B, A].
+            scale: standard deviations of a stochastic policy, [K·B, A]; None for a deterministic policy.
+            is_squashed: True if the actions are the tanh of a Gaussian.
+
+        Returns:
+            Row numbers of the chosen rows among the candidates, int64 [B]; the score of each row, or of the row's group
+            or batch, [B]; and the scores of the K candidates for each row, [B, K].
 
         Raises:
             ValueError: if the actions are not continuous or do not have the shape [K·B, A], if ``noise_scale`` has
                 another number of dimensions, or if there are too few rows for ``covariance="full"``.
         """
         count, batch_size = self.num_candidates, len(action) // self.num_candidates
-        whitened, correction = self._whiten(action, policy)
+        whitened, correction = self._whiten(action, expected, scale, is_squashed)
         size = {"batch": batch_size, "group": self.group_size, "transition": 1}[self.granularity]
         self._require_enough_rows(size, whitened.shape[-1])
         parts = whitened.reshape(count, -1, size, whitened.shape[-1])
-        scores = self._scores(parts, correction.reshape(count, -1, size), policy.scale is not None)
+        scores = self._scores(parts, correction.reshape(count, -1, size), scale is not None)
         scores = scores.nan_to_num(nan=math.inf, posinf=math.inf)
         if self.granularity == "transition":
             # not by score: in the order in which they were drawn, which is random
             rows = scores.reshape(-1).argsort(stable=True)[:batch_size].sort().values
-            return Choice(rows, scores.reshape(-1)[rows], scores.reshape(count, batch_size).T)
+            return rows, scores.reshape(-1)[rows], scores.reshape(count, batch_size).T
         best = scores.argmin(0)
         groups = torch.arange(best.shape[0], device=best.device)
         rows = (best * best.shape[0] + groups).unsqueeze(1) * size + torch.arange(size, device=best.device)
-        return Choice(rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0))
+        return rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0)
 
-    def _whiten(self, action: Tensor, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def _whiten(
+        self, action: Tensor, expected: Tensor, scale: Tensor | None, is_squashed: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return z, [n, A]; and the row-dependent terms of −log π other than ½ |z|², [n].
 
         For ``score="kl"`` and a deterministic policy, z is u − π(s): the divergence divides by the scale.
         """
-        expected, scale, is_squashed = policy
         continuous = action.is_floating_point() and expected.is_floating_point()
         if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
             raise ValueError(
@@ -178,7 +152,7 @@ class CandidateScorer:
         """Scores of parts [K, n, size, A], [K, n]."""
         if self.score == "kl" and self.granularity != "transition":
             scale = 1.0 if is_stochastic else self._scale.to(parts.device)
-            return divergence(parts, scale, self._covariance, self._eps)
+            return divergence(parts, scale, self.covariance, self.eps)
         if self.score == "kl" and not is_stochastic:
             parts = self._divide_by_noise(parts, self._scale.to(parts))
         distance = parts.square().sum(-1)

@@ -22,14 +22,10 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext._torchrl import (
-    default_batch_size,
-    is_in_this_process,
     is_stacked,
     length,
     read_only_buffer,
-    sampler_generator,
     stored_data,
-    transform_of,
 )
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
@@ -37,7 +33,7 @@ from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, PolicyOutput, Score
+from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, Score
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
@@ -175,7 +171,7 @@ class DecoupledSampler(SamplerWrapper):
         # mean score of the last actor batch, and mean score of all its candidates
         self._chosen = torch.zeros(2)
         self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
-        self._set_policy(policy)
+        self.policy = policy
 
     @property
     def _inner(self) -> Any:
@@ -189,10 +185,7 @@ class DecoupledSampler(SamplerWrapper):
         return self._policy
 
     @policy.setter
-    def policy(self, value: TensorDictModuleBase) -> None:
-        self._set_policy(value)
-
-    def _set_policy(self, policy: TensorDictModuleBase) -> None:
+    def policy(self, policy: TensorDictModuleBase) -> None:
         in_keys, out_keys = getattr(policy, "in_keys", None), getattr(policy, "out_keys", None)
         if in_keys is None or out_keys is None:
             raise ValueError(
@@ -228,14 +221,12 @@ class DecoupledSampler(SamplerWrapper):
         Raises:
             ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is missing.
         """
-        if not is_in_this_process(rb):
+        if getattr(rb, "sampler", None) is not self:
             raise ValueError(
-                f"DecoupledSampler.actor_buffer: {type(rb).__name__} is in another process, where the policy would be "
-                "a copy that is never updated. Keep the buffer in the learner's process; collectors may run in others."
+                "DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler. A buffer in another "
+                "process has a copy, whose policy is never updated."
             )
-        if rb.sampler is not self:
-            raise ValueError("DecoupledSampler.actor_buffer: rb must be the buffer that has this sampler.")
-        batch_size = default_batch_size(rb) if batch_size is None else batch_size
+        batch_size = rb.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
         require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
@@ -250,7 +241,7 @@ class DecoupledSampler(SamplerWrapper):
         device = getattr(rb.storage, "device", None)
         if isinstance(device, torch.device):
             self._to(device)
-        sampler = _ActorSampler(self, transform_of(rb))
+        sampler = _ActorSampler(self, rb.transform)
         buffer = read_only_buffer(rb, sampler, batch_size)
         sampler.is_constructed = True
         return buffer
@@ -304,8 +295,8 @@ class DecoupledSampler(SamplerWrapper):
         return index
 
     @torch.no_grad()
-    def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, PolicyOutput]:
-        """The stored actions [n, A] of the candidates, and the policy's output for the same rows."""
+    def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """The actions of the candidates and of the policy, see :meth:`CandidateScorer.choose`."""
         policy = self.policy
         rows = self._rows(storage, index, transform)
         inputs = rows.select(*policy.in_keys)
@@ -317,7 +308,7 @@ class DecoupledSampler(SamplerWrapper):
                 result = policy(inputs)
         mean = result.get("loc" if self._stochastic else self._action_key)
         scale = result.get("scale") if self._stochastic else None
-        return rows.get(self._action_key), PolicyOutput(mean, scale, self._squashed)
+        return rows.get(self._action_key), mean, scale, self._squashed
 
     def _rows(self, storage: Any, index: Any, transform: Any) -> TensorDictBase:
         """The policy's input entries and the actions of the candidates."""
@@ -339,7 +330,7 @@ class DecoupledSampler(SamplerWrapper):
             return rows
         self._require_entries(data, [key for key in keys if not is_stacked(storage, key)])
         if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
-            return storage.take_columns(keys, index)
+            return storage.take(index, keys)
         return data.select(*keys)[index]
 
     def _require_entries(self, rows: TensorDictBase, keys: list[NestedKey]) -> None:
@@ -387,13 +378,13 @@ class DecoupledSampler(SamplerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that draws of both samplers depend on."""
-        state = super().state_dict()
+        state = self.critic_sampler.state_dict()
         return state if self._draws_both else {**state, _CANDIDATES: self.candidate_sampler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
         if self._draws_both:
-            super().load_state_dict(state_dict)
+            self.critic_sampler.load_state_dict(state_dict)
             return
         given, others = state_dict.get(_CANDIDATES, {}), {**state_dict}
         others.pop(_CANDIDATES, None)
@@ -405,11 +396,11 @@ class DecoupledSampler(SamplerWrapper):
         # nothing is changed if one of the two is refused
         deepcopy(self.critic_sampler).load_state_dict(others)
         self.candidate_sampler.load_state_dict(given)
-        super().load_state_dict(others)
+        self.critic_sampler.load_state_dict(others)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state of both samplers under the directory ``path``."""
-        super().dumps(path)
+        self.critic_sampler.dumps(path)
         if not self._draws_both:
             self.candidate_sampler.dumps(Path(path) / _CANDIDATES)
 
@@ -418,7 +409,7 @@ class DecoupledSampler(SamplerWrapper):
         if not self._draws_both:
             deepcopy(self.critic_sampler).loads(path)
             self.candidate_sampler.loads(Path(path) / _CANDIDATES)
-        super().loads(path)
+        self.critic_sampler.loads(path)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""
@@ -443,7 +434,7 @@ class DecoupledSampler(SamplerWrapper):
 
 
 @PrioritizedSampler.register
-class _ActorSampler(Sampler):
+class _ActorSampler(RandomSampler):
     reduction = "max"
     # read by CompilableReplayBuffer, which requires TD errors if this is True
     takes_priorities = False
@@ -453,14 +444,6 @@ class _ActorSampler(Sampler):
         # the constructor of a buffer calls update_priority for the rows in the storage; ignore that call
         self.is_constructed = False
 
-    @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
-        return sampler_generator(self._decoupled)
-
-    @_rng.setter
-    def _rng(self, value: torch.Generator | None) -> None:
-        pass
-
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
         index, score, candidate_scores = self._decoupled.candidates(storage, batch_size, self._transform)
         return index, {"score": score, "candidate_scores": candidate_scores}
@@ -468,18 +451,3 @@ class _ActorSampler(Sampler):
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
         if self.is_constructed:
             raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-    def dumps(self, path: str | Path) -> None:
-        pass
-
-    def loads(self, path: str | Path) -> None:
-        pass
-
-    def _empty(self) -> None:
-        pass

@@ -86,7 +86,7 @@ class RowView:
         """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
         storage: Any = self._storage
         if _torchrl.is_stacked(storage, key):
-            return storage.take_columns([key], self.slots).get(key).flatten(1)
+            return storage.take(self.slots, [key]).get(key).flatten(1)
         data = _torchrl.stored_data(storage)
         column = data.get(key, None) if is_tensor_collection(data) else None
         if column is None:

@@ -29,7 +29,7 @@ from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
 from torchrl_replay_ext.samplers.slot_index import unravel
-from torchrl_replay_ext.samplers.wrapper import SamplerWrapper
+from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
 BEHAVIOUR = (
     "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
@@ -255,6 +255,11 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         tensor([25, 26, 27, 28, 29])
     """
 
+    # with uniform anchors, updates do nothing
+    update_priority = delegated("_sampler", "update_priority", read_only=True)
+    # for joint draws
+    sums = delegated("_sampler", "sums", read_only=True)
+
     def __init__(
         self,
         capacity: int | None = None,
@@ -382,10 +387,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
         return self._slices(storage, *self._sampler.draw_in_shard(storage, wanted))
 
-    def sums(self, storage: Storage) -> Sums:
-        """The sums of this shard, for joint draws."""
-        return self._sampler.sums(storage)
-
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         # the mask is all False if the buffer is empty, in a graph
@@ -482,22 +483,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if self._is_prioritized:
             info["priority_weight"] = torch.ones(slots.numel(), device=slots.device)
         return index, info
-
-    # --- priorities
-
-    def update_priority(
-        self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
-    ) -> None:
-        """Pass TD errors of real steps to the sampler of the anchors. With uniform anchors, do nothing.
-
-        Args:
-            index: the index of a sample.
-            priority: TD errors, one per transition.
-            storage: the buffer's storage. Default: None.
-            stamp: the entry ``"write_stamp"`` of the sample, [B], if the sample has one. Default: None.
-        """
-        if self.takes_priorities:
-            self._sampler.update_priority(index, priority, storage=storage, stamp=stamp)
 
     # --- inspection and state
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext._torchrl import empty_sampler, sampler_generator, set_sampler_generator
@@ -30,6 +28,18 @@ def delegated(part: str, name: str, default: Any = _MISSING, *, read_only: bool 
     return property(get, None if read_only else set_, doc=f"``{name}`` of ``{part}``.")
 
 
+def _by_all(name: str, doc: str) -> Any:
+    """A method that calls ``name`` of all samplers that have it."""
+
+    def call(self: SamplerWrapper, *arguments: Any, **keywords: Any) -> None:
+        for sampler in self._samplers():
+            if method := getattr(sampler, name, None):
+                method(*arguments, **keywords)
+
+    call.__doc__ = doc
+    return call
+
+
 class SamplerWrapper(ShowsArguments, Sampler):
     """Abstract sampler that forwards calls to :attr:`_inner`, and notifies all :meth:`_samplers` of writes."""
 
@@ -39,6 +49,21 @@ class SamplerWrapper(ShowsArguments, Sampler):
     takes_stamps = delegated("_inner", "takes_stamps", False)
     # True if writes have the same effect in a graph as outside
     writes_in_graphs = delegated("_inner", "writes_in_graphs", True)
+    # the number that TorchRL's buffers pass for rows without TD errors
+    default_priority = delegated("_inner", "default_priority", read_only=True)
+    probabilities = delegated("_inner", "probabilities", read_only=True)
+
+    state_dict = delegated("_inner", "state_dict", read_only=True)
+    load_state_dict = delegated("_inner", "load_state_dict", read_only=True)
+    dumps = delegated("_inner", "dumps", read_only=True)
+    loads = delegated("_inner", "loads", read_only=True)
+
+    add = _by_all("add", "Called after a write of one row.")
+    extend = _by_all("extend", "Called after a write of several rows.")
+    mark_update = _by_all("mark_update", "Called by the writer after it has written slots.")
+    discard = _by_all("discard", "Remove rows: they were overwritten by a write that failed.")
+    synchronize = _by_all("synchronize", "Take shape and device from the storage; called before a compiled draw.")
+    check_valid = _by_all("check_valid", "Raise AssertionError if parts of the state contradict each other. O(N).")
 
     @property
     @abstractmethod
@@ -48,12 +73,6 @@ class SamplerWrapper(ShowsArguments, Sampler):
     def _samplers(self) -> list[Sampler]:
         """The samplers that are notified of writes. Default: :attr:`_inner`."""
         return [self._inner]
-
-    def synchronize(self, storage: Storage) -> None:
-        """Synchronize the state of all samplers with the storage; called before a compiled draw."""
-        for sampler in self._samplers():
-            if synchronize := getattr(sampler, "synchronize", None):
-                synchronize(storage)
 
     @property
     def takes_priorities(self) -> bool:
@@ -69,57 +88,6 @@ class SamplerWrapper(ShowsArguments, Sampler):
         for sampler in self._samplers():
             set_sampler_generator(sampler, value)
 
-    @property
-    def default_priority(self) -> float:
-        """The number that TorchRL's buffers pass for rows without TD errors."""
-        return self._inner.default_priority
-
-    def add(self, index: int) -> None:
-        """Called after a write of one row."""
-        for sampler in self._samplers():
-            sampler.add(index)
-
-    def extend(self, index: Tensor) -> None:
-        """Called after a write of several rows."""
-        for sampler in self._samplers():
-            sampler.extend(index)
-
-    def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Called by the writer after it has written slots."""
-        for sampler in self._samplers():
-            sampler.mark_update(index, storage=storage)
-
-    def discard(self, index: Tensor) -> None:
-        """Remove rows: they were overwritten by a write that failed."""
-        for sampler in self._samplers():
-            if discard := getattr(sampler, "discard", None):
-                discard(index)
-
     def _empty(self) -> None:
         for sampler in self._samplers():
             empty_sampler(sampler)
-
-    def probabilities(self, storage: Storage) -> Tensor:
-        """Probability that each stored slot is drawn, float64 [len(storage)], slots in row-major order. O(N)."""
-        return self._inner.probabilities(storage)
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        for sampler in self._samplers():
-            getattr(sampler, "check_valid", lambda: None)()
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that sampling depends on."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`."""
-        self._inner.load_state_dict(state_dict)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state under the directory ``path``."""
-        self._inner.dumps(path)
-
-    def loads(self, path: str | Path) -> None:
-        """Load a state saved by :meth:`dumps`."""
-        self._inner.loads(path)

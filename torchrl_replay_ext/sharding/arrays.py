@@ -12,8 +12,6 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
-from torchrl_replay_ext._torchrl import assemble
-
 Arrays = dict[NestedKey, np.ndarray]
 
 # The class that error messages name.
@@ -42,7 +40,7 @@ def from_arrays(columns: Arrays) -> TensorDict:
         key: torch.from_numpy(column) if column.flags.writeable else torch.tensor(column)
         for key, column in columns.items()
     }
-    return assemble(data, num_rows(columns))
+    return TensorDict(data, [num_rows(columns)], device="cpu")
 
 
 def split(columns: Arrays, part: np.ndarray, num_parts: int) -> list[Arrays]:

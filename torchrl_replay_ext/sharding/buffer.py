@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
-from torchrl_replay_ext.sharding.group import Sent, ShardGroup
+from torchrl_replay_ext.sharding.group import Sent, ShardGroup, file_of
 from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose
 from torchrl_replay_ext.sharding.shard import drawing_sampler, joint_distribution, rows_per_draw
 from torchrl_replay_ext.sharding.writer import ShardWriter
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 _MAX_ROUNDS = 50
+# marks complete checkpoints
+_COMPLETE = "complete"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -140,19 +144,20 @@ class ShardedReplayBuffer:
         self.batch_size, self.priority_key, self.prefetch = batch_size, priority_key, prefetch
         self._device = torch.device(device)
         self._rng = None if seed is None else torch.Generator().manual_seed(seed)
-        self._calls = RayCalls({"num_cpus": 1, **(remote_config or {})}) if calls is None else calls
-        self._writer_settings: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key, "timeout": timeout}
+        calls = calls or RayCalls({"num_cpus": 1, **(remote_config or {})})
         parts |= {"traj_key": traj_key, "done_key": key_path(done_key), "seed": None if seed is None else seed + 1}
         shards = [{**parts, "number": number} for number in range(num_shards)]
-        self._group = ShardGroup(self._calls, shards, restored, on_loss or warn, timeout)
-        self._writer = ShardWriter(self._group.handles, self._calls, on_loss=on_loss, **self._writer_settings)
+        self._group = ShardGroup(calls, shards, restored, on_loss or warn, timeout)
+        keys: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key}
+        self._make_writer = partial(ShardWriter, self._group.handles, calls, **keys, timeout=timeout)
+        self._writer = self._make_writer(on_loss=on_loss)
         self._requests = deque[Request]()
 
     # --- writes
 
     def client(self) -> ShardWriter:
         """A writer for one more process, which can be sent there."""
-        return ShardWriter(self._group.handles, self._calls, **self._writer_settings)
+        return self._make_writer()
 
     def clients(self, num_clients: int) -> list[ShardWriter]:
         """A writer for each of ``num_clients`` processes."""
@@ -292,7 +297,8 @@ class ShardedReplayBuffer:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds; nothing is changed then.
         """
         self._discard()
-        self._group.empty()
+        self._group.call_all("empty")
+        self._group.checkpoint = None
 
     def end_open_episodes(self) -> None:
         """Truncate all episodes that have not ended: a resumed run starts new ones."""
@@ -315,8 +321,7 @@ class ShardedReplayBuffer:
 
         After another error, some shards may have been restored: load again, or call :meth:`empty`.
         """
-        self._discard()
-        self._group.load(state_dict["shards"])
+        self._load(state_dict["shards"], None)
 
     def dumps(self, path: str | Path) -> None:
         """Save all shards under the directory ``path``, which all hosts must share, as one unit.
@@ -327,7 +332,16 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds. The old checkpoint remains.
         """
-        self._group.dumps(Path(path).absolute())
+        directory = Path(path).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        before = [*directory.glob("[0-9]*")]
+        new = directory / str(1 + max((int(entry.name) for entry in before), default=0))
+        new.mkdir()
+        self._group.call_all("dumps", lambda number: (file_of(new, number),))
+        (new / _COMPLETE).touch()
+        self._group.checkpoint = new
+        for entry in before:
+            shutil.rmtree(entry, ignore_errors=True)
 
     def loads(self, path: str | Path) -> None:
         """Restore a checkpoint of :meth:`dumps`; see :meth:`load_state_dict`.
@@ -337,8 +351,23 @@ class ShardedReplayBuffer:
             ValueError: if it has another number of shards.
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
+        directory = Path(path).absolute()
+        complete = [mark.parent for mark in directory.glob(f"[0-9]*/{_COMPLETE}")]
+        if not complete:
+            raise FileNotFoundError(f"{directory} has no complete checkpoint of a {OWNER}.")
+        newest = max(complete, key=lambda entry: int(entry.name))
+        self._load([file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))], newest)
+
+    def _load(self, sources: list[Any], checkpoint: Path | None) -> None:
+        """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.restore`."""
         self._discard()
-        self._group.loads(Path(path).absolute())
+        if len(sources) != len(self._group):
+            raise ValueError(
+                f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self._group)}; use "
+                f"num_shards={len(sources)}."
+            )
+        self._group.call_all("restore", lambda number: (sources[number], False))
+        self._group.checkpoint = checkpoint
 
     def _discard(self) -> None:
         """Forget the batches that were requested ahead."""

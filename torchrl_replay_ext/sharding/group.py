@@ -1,9 +1,8 @@
-"""The shards of a buffer: calls to all of them, lost processes, and checkpoints."""
+"""The shards of a buffer: calls to all of them, and lost processes."""
 
 from __future__ import annotations
 
 import pickle
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.sharding.arrays import OWNER, Arrays
 from torchrl_replay_ext.sharding.calls import Lost, LostShards, RayCalls, get_all, wait_until
 from torchrl_replay_ext.sharding.shard import Report
-
-# marks complete checkpoints
-_COMPLETE = "complete"
 
 # Sent calls: for each shard, the process that is called and the reference to its answer; None if the shard is lost.
 Sent = list[tuple[int, Any] | None]
@@ -27,7 +23,7 @@ class ShardGroup:
         calls: starts and calls shards.
         arguments: those of each shard.
         restored: called with the number of a shard that was started again; returns its state, or None for an empty
-            shard. None: the shard continues from the last :meth:`dumps`.
+            shard. None: the shard continues from the last checkpoint.
         on_loss: called with a message if the process of a shard has ended.
         timeout: the longest time to wait for processes, in seconds.
     """
@@ -41,14 +37,13 @@ class ShardGroup:
         timeout: float,
     ):
         self._calls, self._on_loss, self._timeout = calls, on_loss, timeout
-        self._source = restored or self._saved
+        self._restored = restored
         self.handles = [calls.start(each) for each in arguments]
-        # the newest report of each shard; an empty one if it is lost
+        # the newest report of each shard; an empty one of the last process if it is lost
         self.reports = [Report()] * len(self.handles)
-        # the numbers of the last processes of lost shards
-        self._ended = [0] * len(self.handles)
         self._lost = LostShards(calls, self.handles)
-        self._checkpoint: Path | None = None
+        # the last checkpoint of the present content
+        self.checkpoint: Path | None = None
         # state of the schedules of annealed hyperparameters
         self._schedules: dict[str, list] | None = None
         self.lost_shards = self.lost_rows = 0
@@ -81,8 +76,10 @@ class ShardGroup:
         """
         self._restore_returned()
         return [
-            (report.process, shard.answer.remote(method, *arguments(number))) if report.process else None
-            for number, (shard, report) in enumerate(zip(self.handles, self.reports, strict=True))
+            None
+            if number in self._lost.numbers
+            else (self.reports[number].process, shard.answer.remote(method, *arguments(number)))
+            for number, shard in enumerate(self.handles)
         ]
 
     def receive(self, sent: Sent) -> list[Any]:
@@ -94,14 +91,14 @@ class ShardGroup:
         results: list[Any] = [None] * len(self)
         answers = get_all(self._calls, [None if call is None else call[1] for call in sent])
         for number, (call, answer) in enumerate(zip(sent, answers, strict=True)):
-            known = self.reports[number]
-            if call is None or call[0] != known.process:
+            known = self.reports[number].process
+            if call is None or call[0] != known or number in self._lost.numbers:
                 continue
-            if isinstance(answer, Lost) or answer[0].process != known.process:
+            if isinstance(answer, Lost) or answer[0].process != known:
                 self._lose(number)
             else:
-                report, results[number] = answer
-                self._note(number, report)
+                self.reports[number], results[number] = answer
+                self._schedules = answer[0].schedules or self._schedules
         return results
 
     def call(self, method: str, arguments: Callable[[int], tuple] = lambda number: ()) -> list[Any]:
@@ -142,14 +139,10 @@ class ShardGroup:
 
     # --- lost shards
 
-    def _note(self, number: int, report: Report) -> None:
-        self.reports[number] = report
-        self._schedules = report.schedules or self._schedules
-
     def _lose(self, number: int) -> None:
         """Note that the process of a shard has ended."""
-        last, self.reports[number] = self.reports[number], Report()
-        self._ended[number] = last.process
+        last = self.reports[number]
+        self.reports[number] = Report(last.process)
         self.lost_shards += 1
         self.lost_rows += last.length
         self._lost.add(number)
@@ -163,17 +156,17 @@ class ShardGroup:
         for number, report in self._lost.returned().items():
             try:
                 # not at the start, and not if the process was only out of reach
-                is_new = self._ended[number] not in (0, report.process)
-                self._note(number, self._restore(number, report) if is_new else report)
+                is_new = self.reports[number].process not in (0, report.process)
+                self.reports[number] = self._restore(number, report) if is_new else report
             except Lost:
                 self._lost.add(number)
         return len(self) - len(self._lost.numbers)
 
     def _restore(self, number: int, report: Report) -> Report:
         """Restore a shard from the last checkpoint, if there is one; return its newest report."""
-        answer = self.handles[number].answer
+        answer, saved = self.handles[number].answer, self.checkpoint and file_of(self.checkpoint, number)
         try:
-            if (source := self._source(number)) is not None:
+            if (source := self._restored(number) if self._restored else saved) is not None:
                 # writers may have written to the new process already
                 report, _ = self._calls.get(answer.remote("restore", source, True))
         except Lost:
@@ -184,56 +177,9 @@ class ShardGroup:
             report, _ = self._calls.get(answer.remote("load_schedules", self._schedules))
         return report
 
-    def _saved(self, number: int) -> str | None:
-        """The file of a shard in the last checkpoint; None without one."""
-        return None if self._checkpoint is None else file_of(self._checkpoint, number)
-
     def wait(self, num_shards: int) -> None:
         """Wait until ``num_shards`` shards are not lost, or the timeout is over."""
         wait_until(lambda: self._restore_returned() >= num_shards, self._timeout)
-
-    # --- content
-
-    def load(self, sources: Sequence[dict[str, Any] | str]) -> None:
-        """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.restore`.
-
-        Raises:
-            ValueError: if there is another number of sources than of shards; nothing is changed then.
-            RuntimeError: see :meth:`call_all`.
-        """
-        if len(sources) != len(self):
-            raise ValueError(
-                f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self)}; use "
-                f"num_shards={len(sources)}."
-            )
-        self.call_all("restore", lambda number: (sources[number], False))
-        self._checkpoint = None
-
-    def empty(self) -> None:
-        """Remove all transitions. RuntimeError: see :meth:`call_all`."""
-        self.call_all("empty")
-        self._checkpoint = None
-
-    def dumps(self, path: Path) -> None:
-        """See :meth:`ShardedReplayBuffer.dumps`."""
-        path.mkdir(parents=True, exist_ok=True)
-        before = [*path.glob("[0-9]*")]
-        new = path / str(1 + max((int(entry.name) for entry in before), default=0))
-        new.mkdir()
-        self.call_all("dumps", lambda number: (file_of(new, number),))
-        (new / _COMPLETE).touch()
-        self._checkpoint = new
-        for entry in before:
-            shutil.rmtree(entry, ignore_errors=True)
-
-    def loads(self, path: Path) -> None:
-        """See :meth:`ShardedReplayBuffer.loads`."""
-        complete = [mark.parent for mark in path.glob(f"[0-9]*/{_COMPLETE}")]
-        if not complete:
-            raise FileNotFoundError(f"{path} has no complete checkpoint of a {OWNER}.")
-        newest = max(complete, key=lambda directory: int(directory.name))
-        self.load([file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))])
-        self._checkpoint = newest
 
     def stop(self) -> None:
         """End all shards."""

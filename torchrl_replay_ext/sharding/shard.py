@@ -29,7 +29,7 @@ class Report(NamedTuple):
     """The state of a shard after a call. All numbers are plain, because small tensors are slow to send.
 
     Args:
-        process: random number of the process; 0: the process has ended, or has not answered yet. Default: 0.
+        process: random number of the process; 0: it has not answered yet. Default: 0.
         length: number of stored transitions.
         written: number of transitions ever written.
         mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
@@ -108,25 +108,22 @@ class ReplayShard:
     # --- calls of the coordinator
 
     def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
-        """Call a method; return the report after it, and its result."""
-        result = getattr(self, method)(*arguments)
+        """Call a method of this object or of the buffer; return the report after it, and its result."""
+        result = getattr(self if hasattr(self, method) else self._buffer, method)(*arguments)
         return self.report(), result
 
     def report(self) -> Report:
         """The state of the shard."""
         length, drawing = len(self._buffer), self._drawing
-        report = Report(self._process, length, self._buffer.write_count, mass=[float(length)])
+        parts: dict[str, Any] = {"mass": [float(length)]}
         if length and self._is_joint:
-            sums = self._sampler.sums(self._storage)._asdict().items()
-            report = report._replace(**{key: x.tolist() if isinstance(x, torch.Tensor) else x for key, x in sums})
-        if drawing is None:
-            return report
-        beta = drawing.hyperparameters.get("beta")
-        return report._replace(
-            largest_priority=drawing.largest_priority,
-            beta=None if beta is None else float(beta.value),
-            schedules=drawing.schedules(),
-        )
+            parts = self._sampler.sums(self._storage)._asdict()
+        if drawing is not None:
+            parts |= {"largest_priority": drawing.largest_priority, "schedules": drawing.schedules()}
+            parts["beta"] = drawing.hyperparameters["beta"].value if "beta" in drawing.hyperparameters else None
+        for key, part in parts.items():
+            parts[key] = part.tolist() if isinstance(part, torch.Tensor) else part
+        return Report(self._process, length, self._buffer.write_count, **parts)
 
     def exchange(self, packed: bytes) -> Arrays:
         """Apply TD errors, then draw.
@@ -210,14 +207,6 @@ class ReplayShard:
         specs = writer.tables.specs if isinstance(writer, EventTableWriter) else ()
         flags = [spec.condition for spec in specs if isinstance(spec.condition, (str, tuple))]
         truncate_at(self._buffer, slots[last[is_open]], self._done_key, flags)
-
-    def empty(self) -> None:
-        """Remove all transitions."""
-        self._buffer.empty()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the buffer."""
-        return self._buffer.state_dict()
 
     def dumps(self, path: str) -> None:
         """Save the state of the buffer as the file ``path``."""

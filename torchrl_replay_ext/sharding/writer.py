@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, describe, num_rows, split, to_arrays
 from torchrl_replay_ext.sharding.calls import Lost, LostShards, RayCalls, get_all, wait_until, warn
@@ -42,7 +42,7 @@ class ShardWriter:
         on_loss: Callable[[str], None] | None = None,
     ):
         self._shards, self._calls, self._timeout, self._on_loss = shards, calls, timeout, on_loss or warn
-        self._traj_key, self._done_key = plain_key(traj_key), plain_key(done_key)
+        self._traj_key, self._done_key = unravel_key(traj_key), unravel_key(done_key)
         self._lost = LostShards(calls, shards)
         # the shard of each open episode
         self._homes: dict[int, int] = {}
@@ -157,8 +157,3 @@ class ShardWriter:
         self._load[shard] = 0, 0
         self.lost_rows += count
         self._on_loss(f"the process of shard {shard} has ended, and {count} transitions on the way to it are lost")
-
-
-def plain_key(key: NestedKey) -> NestedKey:
-    """A key as TensorDicts list it: a string if it has one part."""
-    return key[0] if isinstance(key, tuple) and len(key) == 1 else key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage
 
-from torchrl_replay_ext._torchrl import map_tensors, set_columns, stored_columns, stored_data, take_rows
+from torchrl_replay_ext._torchrl import set_columns, stored_columns, stored_data, take_rows
 from torchrl_replay_ext.compilation import (
-    gather_in_bounds,
     is_traced,
     mark_static,
     scalar,
@@ -174,17 +174,18 @@ class CompilableTensorStorage(LazyTensorStorage):
         first = to_device(first, self.counters_device)
         return data[(first + steps * (first < 0), *rest)]
 
-    def take(self, index: Tensor) -> TensorDictBase:
+    def take(self, index: Tensor, keys: Sequence[NestedKey] | None = None) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts.
 
         A :class:`~torchrl_replay_ext.CompilableReplayBuffer` without transforms reads its batches by it.
-        """
-        return take_rows(stored_data(self), index)
 
-    def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
-        """Like :meth:`take`, for the entries ``keys`` only and an index on any device."""
-        stored = stored_data(self).select(*keys)
-        return map_tensors(stored, lambda column: gather_in_bounds(column, index.to(column.device)), index.shape)
+        Args:
+            index: int64 [n]; on any device with ``keys``.
+            keys: the entries to read. Default: None, all.
+        """
+        if keys is None:
+            return take_rows(stored_data(self), index)
+        return take_rows(stored_data(self).select(*keys), index.to(self.counters_device))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""

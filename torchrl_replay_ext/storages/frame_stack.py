@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -177,14 +178,13 @@ class FrameStackStorage(CompilableTensorStorage):
             slots, data = slots[last], data[last.to(data.device or last.device)]
         return slots, slots, data
 
-    def _with_frames(self, rows: TensorDictBase, slots: Tensor, keys: Any = None) -> TensorDictBase:
-        """Add the stacks of ``slots`` to ``rows``; ``keys``: only these of them."""
+    def _with_frames(self, rows: TensorDictBase, slots: Tensor) -> TensorDictBase:
+        """Add the stacks of ``slots`` to ``rows``."""
         pool = self._pool
         assert pool is not None
         frames = pool.read(slots.to(pool.device))
         for first, key in enumerate(self._frame_keys):
-            if keys is None or key in keys:
-                rows.set(key, frames.narrow(slots.ndim, first, pool.num_stacked))
+            rows.set(key, frames.narrow(slots.ndim, first, pool.num_stacked))
         return rows
 
     def get(self, index: Any) -> Any:
@@ -213,16 +213,13 @@ class FrameStackStorage(CompilableTensorStorage):
         sizes = f"len={len(self)}, max_size={self.max_size}, num_frames={self.num_frames}"
         return f"{type(self).__name__}({sizes},\n" + indent(f"data={data})", " " * 4)
 
-    def take(self, index: Tensor) -> TensorDictBase:
-        """Like :meth:`get`, for an index [n] within bounds."""
-        return self._with_frames(super().take(index), index)
-
-    def take_columns(self, keys: list[NestedKey], index: Tensor) -> TensorDictBase:
-        """Like :meth:`take`, for the entries ``keys`` only."""
-        stacked = [key_path(key) for key in keys if self.is_stacked(key)]
+    def take(self, index: Tensor, keys: Sequence[NestedKey] | None = None) -> TensorDictBase:
+        """Like :meth:`get`, for an index [n] within bounds; ``keys``: only these entries."""
+        if keys is None:
+            return self._with_frames(super().take(index), index)
         columns = [key for key in keys if not self.is_stacked(key)]
-        rows = super().take_columns(columns, index)
-        return self._with_frames(rows, index, stacked) if stacked else rows
+        rows = super().take(index, columns)
+        return rows if len(columns) == len(keys) else self._with_frames(rows, index).select(*keys)
 
     def _empty(self) -> None:
         super()._empty()

@@ -1,1 +1,1 @@
-"""The kernels for CUDA, written in Triton. The functions have the names and arguments of the loops for the CPU."""
+"""The kernels for CUDA, written in Triton, with functions of the names and arguments of the loops for the CPU."""

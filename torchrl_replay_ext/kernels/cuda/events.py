@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, jit, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, sum_before, tree_of
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
 _UNIT = tl.constexpr(events.UNIT)
 # rows of a thread block, and rows that a row is compared with at a time
 _ROWS, _TOGETHER = 16, 256
-
-
-@jit
-def _before(tree, leaf):
-    """See ``sum_before``."""
-    return sum_before(
-        tree.leaves, tree.nodes, tree.size, tree.pages, tree.num_pages, tree.capacity, leaf, tree.has_pages, tree.levels
-    )
 
 
 @jit
@@ -81,8 +72,8 @@ def _draw(
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     in_batch, k = rows < count, tl.arange(0, pad)
     is_table, key = k < tables, tl.load(seed).to(tl.uint64)
-    ahead = _before(tree, tl.load(begins + k, mask=is_table, other=0))
-    own = _before(tree, tl.load(begins + 1 + k, mask=is_table, other=0)) - ahead
+    ahead = sum_before(tree, tl.load(begins + k, mask=is_table, other=0))
+    own = sum_before(tree, tl.load(begins + 1 + k, mask=is_table, other=0)) - ahead
     needed = tl.load(min_sizes + k, mask=is_table, other=0)
     held = tl.load(counts + k, mask=is_table, other=0)
     is_used = is_table & (own > 0) & (held >= tl.where(needed < 0, count, needed))
@@ -120,7 +111,7 @@ def _draw(
 
 @jit
 def _mixture(
-    slots, weights, leaves, num_leaves, places, num_slots, probability, count, tables, lists,
+    slots, weights, leaves, num_leaves, places, num_slots, probability, tables, lists, count,
     pad: tl.constexpr, num_rows: tl.constexpr,
 ):  # fmt: skip
     rows, k = tl.program_id(0) * num_rows + tl.arange(0, num_rows), tl.arange(0, pad)
@@ -163,10 +154,7 @@ def _masses(
     tl.store(mass + rows, tl.where(slot >= 0, new, 0), mask=rows < size)
 
 
-def set_masses(
-    leaves: Tensor, nodes: Tensor, pages: Tensor, d: Tensor, alpha: Tensor, slots: Tensor, slot_at: Tensor,
-    places: Tensor, counts: Tensor, journal: Tensor, begin: int, end: int,
-) -> None:  # fmt: skip
+def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, journal, begin, end):
     """See the loop of the same name."""
     begin, (lists, num_slots), count = max(begin, end - len(journal)), places.shape, len(slots)
     has_default = len(counts) - lists
@@ -182,10 +170,9 @@ def set_masses(
 
 
 def draw(
-    seed: Tensor, shares: Tensor, min_sizes: Tensor, allocation: int, leaves: Tensor, nodes: Tensor, pages: Tensor,
-    is_uniform: bool, counts: Tensor, begins: Tensor, slot_at: Tensor, places: Tensor, is_mixed: bool, table: Tensor,
-    *results: Tensor,
-) -> None:  # fmt: skip
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, places, is_mixed,
+    table, *results,
+):  # fmt: skip
     """See the loop of the same name."""
     count, tables, (lists, num_slots) = len(table), len(counts), places.shape
     # the leaves of the tree after the last position have no mass
@@ -196,11 +183,10 @@ def draw(
     )  # fmt: skip
 
 
-def mixture(slots: Tensor, per_mass: Tensor, leaves: Tensor, places: Tensor, probability: Tensor) -> None:
+def mixture(slots, per_mass, leaves, places, probability):
     """See the loop of the same name."""
-    count, tables, (lists, num_slots) = len(slots), len(per_mass), places.shape
-    if count:
-        _mixture[(triton.cdiv(count, _TOGETHER),)](
-            slots, per_mass, leaves, len(leaves), places, num_slots, probability, count, tables, lists,
-            pad=max(2, triton.next_power_of_2(tables)), num_rows=_TOGETHER,
-        )  # fmt: skip
+    tables, (lists, num_slots) = len(per_mass), places.shape
+    in_blocks(
+        _mixture, _TOGETHER, len(slots), slots, per_mass, leaves, len(leaves), places, num_slots, probability, tables,
+        lists, pad=max(2, triton.next_power_of_2(tables)),
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.tree import jit
 
@@ -168,10 +167,7 @@ def _copy(before, after, frames, codes, given, k, length):
             tl.store(frames + place * length + j, tl.load(frame + j, mask=j < length), mask=j < length)
 
 
-def write(
-    slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor, refuses: bool, frames: Tensor, ids: Tensor,
-    references: Tensor, free: Tensor, streams: Tensor, counts: Tensor, refused: Tensor,
-) -> None:  # fmt: skip
+def write(slots, before, after, trajectory, refuses, frames, ids, references, free, streams, counts, refused):
     """See the loop of the same name."""
     count, (size, width), num_frames, num_streams = len(slots), ids.shape, len(references), streams.shape[1]
     k, length, rows = width - 1, len(frames) // num_frames, (before, after, frames)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels import lanes_layout
 from torchrl_replay_ext.kernels.cuda.tree import jit
@@ -84,10 +83,7 @@ def _assign(
     tl.store(result + 1, cause)
 
 
-def assign(
-    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness):
     """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome.
 
     Returns the lanes of the rows and whether episodes begin with them; None if the write is refused.

@@ -8,14 +8,12 @@ the number of changes. The other arrays are not used.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 _NEW = tl.constexpr(NEW)
@@ -66,10 +64,7 @@ def _rank_of(bucket, members, size, slots, rank, count, num_rows: tl.constexpr):
     tl.store(rank + rows, found, mask=rows < count)
 
 
-def move(
-    bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room: Tensor, counts: Tensor, top: Tensor,
-    slots: Tensor, d: Tensor,
-) -> None:  # fmt: skip
+def move(bucket, place, members, start, room, counts, top, slots, d):
     """See the loop of the same name."""
     count = slots.shape[0]
     if count:
@@ -89,10 +84,7 @@ def rebuild(bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room:
     counts[:1] = stored.sum()
 
 
-def draw(
-    members: Tensor, start: Tensor, counts: Tensor, size: int, cumulative: Tensor, alpha: Tensor, u: Tensor,
-    slot: Tensor, density: Tensor, smallest: Tensor,
-) -> None:  # fmt: skip
+def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smallest):
     """See the loop of the same name."""
     count = counts[:1].to(torch.int64).clamp(0, len(cumulative))
     total = cumulative.index_select(0, (count - 1).clamp_min(0))
@@ -102,21 +94,17 @@ def draw(
     find(members, start, counts, size, rank, slot)
 
 
-def find(members: Tensor, start: Tensor, counts: Tensor, size: int, rank: Tensor, slot: Tensor) -> None:
+def find(members, start, counts, size, rank, slot):
     """See the loop of the same name."""
-    count = rank.shape[0]
-    if count:
-        _find[(triton.cdiv(count, _ROWS),)](members, counts, size, rank, slot, count, num_rows=_ROWS)
+    in_blocks(_find, _ROWS, len(rank), members, counts, size, rank, slot)
 
 
-def rank_of(bucket: Tensor, place: Tensor, members: Tensor, counts: Tensor, slots: Tensor, rank: Tensor) -> None:
+def rank_of(bucket, place, members, counts, slots, rank):
     """See the loop of the same name."""
-    count, arrays = slots.shape[0], (bucket, members, bucket.shape[0])
-    if count:
-        _rank_of[(triton.cdiv(count, _ROWS),)](*arrays, slots, rank, count, num_rows=_ROWS)
+    in_blocks(_rank_of, _ROWS, len(slots), bucket, members, len(bucket), slots, rank)
 
 
-def tabulate(cumulative: Tensor, exponent: Tensor, alpha: Any, step: float) -> None:
+def tabulate(cumulative, exponent, alpha, step):
     """See the loop of the same name."""
     applies = (alpha[:1] - exponent).abs() >= step
     exponent.copy_(torch.where(applies, alpha[:1], exponent))

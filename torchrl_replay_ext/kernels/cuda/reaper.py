@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import Tree, find_leaf, jit, place_of, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, sum_before, tree_of
 from torchrl_replay_ext.kernels.reaper import LAST, SPARE
 
 _LAST, _SPARE = tl.constexpr(LAST), tl.constexpr(SPARE)
@@ -23,49 +22,20 @@ _ROWS, _TRIES = 4, 16
 _SLOTS = 64
 
 
-class _Episodes(NamedTuple):
-    """The state of episodes as one argument of a kernel, see ``EpisodeIndex.arrays``."""
-
-    tree: Tree
-    position_of: Tensor
-    num_lanes: int
-    span: int
-    lane_total: Tensor
-    episode: Tensor
-    start_of: Tensor
-    is_finished: Tensor
-    updated_at: Tensor
-    totals: Tensor
-    maxima: Tensor
-    least_largest: int
-    generation: Tensor
-    num_slots: int
-    num_records: int
-    has_positions: Any
-
-
-@jit
-def _before(tree, leaf):
-    """See ``sum_before``."""
-    return sum_before(
-        tree.leaves, tree.nodes, tree.size, tree.pages, tree.num_pages, tree.capacity, leaf, tree.has_pages, tree.levels
-    )
-
-
 @jit
 def _reliability(slot, episodes):
     """R of ``slot`` [n], float64; slots out of range are clamped."""
     slot = tl.minimum(tl.maximum(slot, 0), episodes.num_slots - 1).to(tl.int64)
     record = tl.load(episodes.episode + slot).to(tl.int64)
-    record = tl.minimum(tl.maximum(record, 0), episodes.num_records - 1)
+    record = tl.minimum(tl.maximum(record, 0), episodes.none)
     largest = tl.maximum(tl.load(episodes.maxima), tl.cast(episodes.least_largest, tl.int64))
     whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals + record), largest)
     is_one = (tl.load(episodes.generation + slot) > tl.load(episodes.updated_at + record)) | (whole <= 0)
     position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
-    if episodes.has_positions:
+    if episodes.tree.has_pages:
         position = tl.load(episodes.position_of + slot).to(tl.int64)
     start = tl.load(episodes.start_of + record).to(tl.int64)
-    total = _before(episodes.tree, position + 1) - _before(episodes.tree, start)
+    total = sum_before(episodes.tree, position + 1) - sum_before(episodes.tree, start)
     # add the total of the lane if the episode wraps around the end of its ring
     lane = tl.minimum(tl.maximum(position // episodes.span, 0), episodes.num_lanes - 1)
     total += tl.where(position < start, tl.load(episodes.lane_total + lane), 0)
@@ -108,14 +78,14 @@ def _range_of(rows, table, num_ranges, count, has_table: tl.constexpr):
 
 
 @jit
-def _of(slots, result, count, episodes, num_rows: tl.constexpr):
+def _of(slots, result, episodes, count, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     slot = tl.load(slots + rows, mask=rows < count, other=0)
     tl.store(result + rows, _reliability(slot, episodes), mask=rows < count)
 
 
 @jit
-def _smallest(masses, omega, result, count, episodes, num_rows: tl.constexpr):
+def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
     slot = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     mass = tl.load(masses + slot, mask=slot < count, other=0)
     psi = mass.to(tl.float64) * _power(_reliability(slot, episodes), tl.load(omega))
@@ -208,34 +178,20 @@ def _average(table, total, num_ranges, acceptance, first, count, size, num_rows:
         tl.store(weight, tl.load(weight) + 0.1 * (1.0 - tl.load(weight)))
 
 
-def _state_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *rest: Any) -> _Episodes:
-    """The state of episodes, from the arguments of a loop."""
-    position_of, _, _, _, episode, start_of, *_ = rest
-    derived = len(episode), len(start_of), tl.constexpr(len(position_of) > 0)
-    arguments: Any = (tree_of(leaves, nodes, pages, capacity), *rest, *derived)
-    return _Episodes(*arguments)
-
-
-def reliability(slots: Tensor, result: Tensor, *episodes: Any) -> None:
+def reliability(slots, result, *episodes):
     """See the loop of the same name."""
-    count = len(slots)
-    if count:
-        _of[(triton.cdiv(count, _SLOTS),)](slots, result, count, _state_of(*episodes), num_rows=_SLOTS)
+    in_blocks(_of, _SLOTS, len(slots), slots, result, episodes_of(*episodes))
 
 
-def smallest(masses: Tensor, omega: Tensor, result: Tensor, *episodes: Any) -> None:
+def smallest(masses, omega, result, *episodes):
     """See the loop of the same name."""
-    state = _state_of(*episodes)
-    count = min(len(masses), state.num_slots, len(state.generation))
+    state = episodes_of(*episodes)
     bits = result.fill_(math.inf).view(torch.int64)
-    _smallest[(triton.cdiv(count, _SLOTS),)](masses, omega, bits, count, state, num_rows=_SLOTS)
+    count = min(len(masses), state.num_slots, len(state.generation))
+    in_blocks(_smallest, _SLOTS, count, masses, omega, bits, state)
 
 
-def draw(
-    seed: Tensor, table: Tensor, low: Tensor, total: Tensor, omega: Tensor, slot_at: Tensor,
-    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, leaf: Tensor, density: Tensor, acceptance: Tensor,
-    *episodes: Any,
-) -> None:  # fmt: skip
+def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
     """See the loop of the same name."""
     count, num_means, num_ranges = len(leaf), acceptance.shape[1], len(low)
     size = count + SPARE * num_means
@@ -244,7 +200,7 @@ def draw(
     if size:
         _draw[(triton.cdiv(size, _ROWS),)](
             seed, table, low, total, num_ranges, omega, slot_at, len(slot_at), tree_of(leaves, nodes, pages, capacity),
-            leaf, density, first, count, size, _state_of(*episodes),
+            leaf, density, first, count, size, episodes_of(*episodes),
             has_table=len(table) > 0, has_slots=len(slot_at) > 0, has_means=num_means > 0,
             num_rows=_ROWS, num_tries=_TRIES, num_leaves=_SLOTS,
         )  # fmt: skip

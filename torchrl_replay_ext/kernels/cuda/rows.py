@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.tree import jit, write, write_power
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
@@ -218,10 +217,7 @@ def _together(count: int) -> dict[str, int]:
     return {"num_rows": rows, "num_warps": max(1, min(8, rows // 32))}
 
 
-def drawn(
-    generation: Tensor, slots: Tensor, density: Tensor, smallest: Tensor, beta: Tensor, draws: Tensor,
-    num_draws: Tensor, weight: Tensor, stamp: Tensor,
-) -> None:  # fmt: skip
+def drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, stamp):
     """See the loop of the same name."""
     count = slots.shape[0]
     if count:
@@ -233,10 +229,8 @@ def drawn(
 
 
 def record(
-    generation: Tensor, number: Tensor, draws: Tensor, num_draws: Tensor, d: Tensor, largest: Tensor,
-    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, alpha: Tensor,
-    slots: Tensor, stays: bool,
-) -> None:  # fmt: skip
+    generation, number, draws, num_draws, d, largest, leaves, nodes, minima, pages, capacity, alpha, slots, stays
+):
     """See the loop of the same name."""
     count = slots.shape[0]
     _record[(1,)](
@@ -250,12 +244,9 @@ def record(
 
 
 def update(
-    generation: Tensor, draws: Tensor, num_draws: Tensor, d: Tensor, largest: Tensor, counts: Tensor, limit: Tensor,
-    eps: float, smallest: float, squared: bool,
-    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, alpha: Tensor,
-    slots: Tensor, error: Tensor, stamp: Tensor, real: Tensor, counts_draws: bool, refuses: bool, is_own: bool,
-    kept: Tensor, kept_d: Tensor, result: Tensor,
-) -> None:  # fmt: skip
+    generation, draws, num_draws, d, largest, counts, limit, eps, smallest, squared, leaves, nodes, minima, pages,
+    capacity, alpha, slots, error, stamp, real, counts_draws, refuses, is_own, kept, kept_d, result,
+):  # fmt: skip
     """See the loop of the same name. The rows of ``kept`` stay where they are in the batch."""
     count = slots.shape[0]
     if count:

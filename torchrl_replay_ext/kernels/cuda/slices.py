@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
-from torch import Tensor
+from typing import Any
 
-from torchrl_replay_ext.kernels.cuda.episodes import put
+import triton.language as tl  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+
 from torchrl_replay_ext.kernels.cuda.lanes import assign
-from torchrl_replay_ext.kernels.cuda.tree import _levels, jit
+from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit, put, tree_of
 
 # slices of one thread block
 _ROWS = 64
@@ -16,8 +15,8 @@ _ROWS = 64
 
 @jit
 def _write(
-    slots, lane_of, begins, ended, count, time, following, size, recent, num_lanes, length, rows, run,
-    leaves, nodes, num_nodes, pages, capacity, is_padded: tl.constexpr, levels: tl.constexpr,
+    slots, lane_of, begins, ended, count, time, following, size, recent, num_lanes, length, rows, run, tree,
+    is_padded: tl.constexpr,
 ):  # fmt: skip
     now = tl.load(time)
     for row in range(count):
@@ -39,22 +38,16 @@ def _write(
         tl.store(recent + lane * length + written % length, now, mask=mask)
         tl.store(rows + lane, written + 1, mask=mask)
         tl.store(run + lane, tl.where(tl.load(ended + row) != 0, 0, steps), mask=mask)
-        put(
-            leaves, nodes, num_nodes, pages, 1, capacity, slot, tl.full((), 1 if is_padded else 0, tl.int64), mask,
-            False, levels,
-        )  # fmt: skip
+        put(tree, slot, tl.full((), 1 if is_padded else 0, tl.int64), mask)
         if not is_padded:
             first = tl.load(recent + lane * length + (written + 1) % length)
             begin = mask & (steps >= length) & (now - first < size)
-            put(
-                leaves, nodes, num_nodes, pages, 1, capacity, (first % size + size) % size,
-                tl.full((), 1, tl.int64), begin, False, levels,
-            )  # fmt: skip
+            put(tree, (first % size + size) % size, tl.full((), 1, tl.int64), begin)
     tl.store(time, now)
 
 
 @jit
-def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: tl.constexpr):
+def _walk(start, following, leaves, slots, mask, size, length, count, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     in_batch = rows < count
     slot = tl.minimum(tl.maximum(tl.load(start + rows, mask=in_batch, other=0), 0), size - 1)
@@ -67,28 +60,20 @@ def _walk(start, following, leaves, slots, mask, count, size, length, num_rows: 
         slot = following_slot
 
 
-def write(
-    lanes: Tensor, interrupted: Tensor, result: Tensor, slots: Tensor, trajectory: Tensor, ended: Tensor,
-    initial: Tensor, is_assigned: bool, strictness: int, is_padded: bool, time: Tensor, following: Tensor,
-    recent: Tensor, rows: Tensor, run: Tensor, leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int,
-) -> None:  # fmt: skip
+def write(*arguments: Any) -> None:
     """See the loop of the same name."""
-    given = slots, trajectory, ended, initial
-    assigned = assign(lanes, interrupted, result, *given, is_assigned, strictness)
+    assigned = assign(*arguments[:9])
     if assigned is None:
         return
-    num_lanes, length = recent.shape
+    slots, ended = arguments[3], arguments[5]
+    is_padded, time, following, recent, rows, run, *tree = arguments[9:]
     _write[(1,)](
-        slots, *assigned, ended, len(slots), time, following, min(len(following), capacity), recent, num_lanes,
-        length, rows, run, leaves, nodes, len(nodes), pages, capacity,
-        is_padded=is_padded, levels=_levels(capacity), num_warps=1,
+        slots, *assigned, ended, len(slots), time, following, min(len(following), tree[-1]), recent,
+        *recent.shape, rows, run, tree_of(*tree), is_padded=is_padded, num_warps=1,
     )  # fmt: skip
 
 
-def walk(start: Tensor, following: Tensor, leaves: Tensor, slots: Tensor, mask: Tensor) -> None:
+def walk(start, following, leaves, slots, mask):
     """See the loop of the same name."""
-    if len(start):
-        _walk[(triton.cdiv(len(start), _ROWS),)](
-            start, following, leaves, slots, mask, len(start), min(len(following), len(leaves)), slots.shape[1],
-            num_rows=_ROWS,
-        )  # fmt: skip
+    size = min(len(following), len(leaves))
+    in_blocks(_walk, _ROWS, len(start), start, following, leaves, slots, mask, size, slots.shape[1])

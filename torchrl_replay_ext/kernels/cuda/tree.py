@@ -29,7 +29,7 @@ def jit(function: Any) -> Any:
     return triton.jit(function)
 
 
-def _levels(capacity: int) -> int:
+def levels_of(capacity: int) -> int:
     """Number of levels above the leaves."""
     return max(1, -(-(capacity - 1).bit_length() // BITS))
 
@@ -96,37 +96,55 @@ def _walk(
 
 
 @jit
-def sum_before(
-    leaves, nodes, size, pages, num_pages, capacity, node, has_pages: tl.constexpr, levels: tl.constexpr
-):  # fmt: skip
+def sum_before(tree, node):
     """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
-    last = tl.cast(capacity, tl.int64) - 1
+    last = tl.cast(tree.capacity, tl.int64) - 1
     node = tl.minimum(tl.maximum(node, 0), last + 1)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
-    first = place_of(tl.minimum(node & -_CHILDREN, last), pages, num_pages, has_pages)
+    first = place_of(tl.minimum(node & -_CHILDREN, last), tree.pages, tree.num_pages, tree.has_pages)
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-    running = tl.load(leaves + first[:, None] + children[None, :], mask=before, other=0)
-    begin = tl.cast(size, tl.int64)
-    for _ in tl.static_range(levels):
+    running = tl.load(tree.leaves + first[:, None] + children[None, :], mask=before, other=0)
+    begin = tl.cast(tree.size, tl.int64)
+    for _ in tl.static_range(tree.levels):
         node = node >> _BITS
         last = last >> _BITS
         begin -= ((last >> _BITS) + 1) * _CHILDREN
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-        entries = nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
+        entries = tree.nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
         running += tl.load(entries, mask=before, other=0)
     return tl.sum(running, axis=1)
 
 
 @jit
-def _prefix(
-    leaves, nodes, size, pages, num_pages, capacity, index, total, count,
-    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
-):  # fmt: skip
+def _prefix(tree, index, total, count, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     node = tl.load(index + rows, mask=rows < count, other=0)
-    running = sum_before(leaves, nodes, size, pages, num_pages, capacity, node, has_pages, levels)
-    tl.store(total + rows, running, mask=rows < count)
+    tl.store(total + rows, sum_before(tree, node), mask=rows < count)
+
+
+@jit
+def put(tree, leaf, mass, mask):
+    """``leaves[leaf] = mass`` where ``mask``, for a single leaf; returns the change."""
+    tl.debug_barrier()
+    place = place_of(leaf, tree.pages, tree.num_pages, tree.has_pages)
+    change = tl.where(mask, mass - tl.load(tree.leaves + place), 0)
+    tl.debug_barrier()
+    tl.store(tree.leaves + place, mass, mask=mask)
+    node, last, begin = leaf, tl.cast(tree.capacity, tl.int64) - 1, tl.cast(tree.size, tl.int64)
+    for _ in tl.static_range(tree.levels):
+        node = node >> _BITS
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        add(tree.nodes + begin + node, change, mask)
+    tl.debug_barrier()
+    return change
+
+
+@jit
+def add(pointer, value, mask):
+    """Add a number that no other thread changes."""
+    tl.store(pointer, tl.load(pointer) + value, mask=mask)
 
 
 @jit
@@ -136,6 +154,33 @@ def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.c
     is_leaf = (leaf >= 0) & (leaf < capacity)
     place = place_of(tl.where(is_leaf, leaf, 0), pages, num_pages, has_pages)
     tl.store(mass + rows, tl.load(leaves + place, mask=is_leaf, other=0), mask=rows < count)
+
+
+@jit
+def _refresh(
+    leaves, nodes, size, pages, num_pages, capacity, index, count,
+    is_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_together: tl.constexpr,
+):  # fmt: skip
+    """Compute the smallest positive or largest entries of all nodes above ``index`` again; a single thread block."""
+    children = tl.arange(0, _CHILDREN)
+    last_leaf = tl.cast(capacity, tl.int64) - 1
+    last = last_leaf
+    begin = tl.cast(size, tl.int64)
+    below = leaves
+    for level in tl.static_range(levels):
+        last = last >> _BITS
+        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        for start in range(0, count, num_together):
+            rows = start + tl.arange(0, num_together)
+            leaf = tl.load(index + rows, mask=rows < count, other=-1)
+            valid = (leaf >= 0) & (leaf <= last_leaf)
+            node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
+            first = place_of(node * _CHILDREN, pages, num_pages, has_pages and level == 0)
+            values = tl.load(below + first[:, None] + children[None, :])
+            result = tl.min(tl.where(values > 0, values, _NOTHING), axis=1) if is_min else tl.max(values, axis=1)
+            tl.store(nodes + begin + node, result, mask=valid)
+        below = nodes + begin
+        tl.debug_barrier()
 
 
 @jit
@@ -176,48 +221,7 @@ def _write(
             tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
         tl.debug_barrier()
     if track_min:
-        children = tl.arange(0, _CHILDREN)
-        last = last_leaf
-        begin = tl.cast(size, tl.int64)
-        below = minima
-        for level in tl.static_range(levels):
-            last = last >> _BITS
-            begin -= ((last >> _BITS) + 1) * _CHILDREN
-            for start in range(0, count, num_together):
-                rows = start + tl.arange(0, num_together)
-                leaf = tl.load(index + rows, mask=rows < count, other=-1)
-                valid = (leaf >= 0) & (leaf <= last_leaf)
-                node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-                if level == 0:
-                    first = leaves + place_of(node * _CHILDREN, pages, num_pages, has_pages)
-                else:
-                    first = below + node * _CHILDREN
-                values = tl.load(first[:, None] + children[None, :])
-                values = tl.where(values > 0, values, _NOTHING)
-                tl.store(minima + begin + node, tl.min(values, axis=1), mask=valid)
-            below = minima + begin
-            tl.debug_barrier()
-
-
-@jit
-def _refresh_maxima(leaves, maxima, size, capacity, index, count, levels: tl.constexpr, num_together: tl.constexpr):
-    children = tl.arange(0, _CHILDREN)
-    last_leaf = tl.cast(capacity, tl.int64) - 1
-    last = last_leaf
-    begin = tl.cast(size, tl.int64)
-    below = leaves
-    for level in tl.static_range(levels):
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
-        for start in range(0, count, num_together):
-            rows = start + tl.arange(0, num_together)
-            leaf = tl.load(index + rows, mask=rows < count, other=-1)
-            valid = (leaf >= 0) & (leaf <= last_leaf)
-            node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
-            tl.store(maxima + begin + node, tl.max(values, axis=1), mask=valid)
-        below = maxima + begin
-        tl.debug_barrier()
+        _refresh(leaves, minima, size, pages, num_pages, capacity, index, count, True, has_pages, levels, num_together)
 
 
 class Tree(NamedTuple):
@@ -235,7 +239,7 @@ class Tree(NamedTuple):
 
 def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int) -> Tree:
     """The tree that a kernel takes, from the arguments of a loop."""
-    constants = tl.constexpr(len(pages) > 0), tl.constexpr(_levels(capacity))
+    constants = tl.constexpr(len(pages) > 0), tl.constexpr(levels_of(capacity))
     return Tree(leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, *constants)
 
 
@@ -243,58 +247,44 @@ def _num_pages(leaves: Tensor) -> int:
     return leaves.shape[0] >> PAGE_BITS
 
 
-def _blocks(count: int) -> tuple[int]:
-    return (triton.cdiv(count, _ROWS),)
+def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel with one thread block for every ``num_rows`` of ``count`` rows."""
+    if count:
+        kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
 
 
-def root(nodes: Tensor, value: Tensor) -> None:
+def root(nodes, value):
     """See the loop of the same name."""
     value.copy_(nodes[:1])
 
 
-def get(leaves: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor) -> None:
+def get(leaves, pages, capacity, index, mass):
     """See the loop of the same name."""
-    count = index.shape[0]
-    if count:
-        _get[(triton.cdiv(count, 256),)](
-            leaves, pages, _num_pages(leaves), capacity, index, mass, count,
-            has_pages=len(pages) > 0, num_rows=256,
-        )  # fmt: skip
+    state = leaves, pages, _num_pages(leaves), capacity
+    in_blocks(_get, 256, len(index), *state, index, mass, has_pages=len(pages) > 0)
 
 
-def _descend(
-    leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, target: Tensor, leaf: Tensor, mass: Tensor
-) -> None:
-    count = target.shape[0]
-    if count:
-        _walk[_blocks(count)](
-            leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass, count,
-            is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
-        )  # fmt: skip
+def _descend(leaves, nodes, pages, capacity, target, leaf, mass):
+    in_blocks(
+        _walk, _ROWS, len(target), leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass,
+        is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=levels_of(capacity),
+    )  # fmt: skip
 
 
 # a target in [0, 1) is a fraction of the total
 draw = find = _descend
 
 
-def prefix(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, index: Tensor, total: Tensor) -> None:
+def prefix(leaves, nodes, pages, capacity, index, total):
     """See the loop of the same name."""
-    count = index.shape[0]
-    if count:
-        _prefix[_blocks(count)](
-            leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, index, total, count,
-            has_pages=len(pages) > 0, levels=_levels(capacity), num_rows=_ROWS,
-        )  # fmt: skip
+    in_blocks(_prefix, _ROWS, len(index), tree_of(leaves, nodes, pages, capacity), index, total)
 
 
-def write(
-    leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int, index: Tensor, mass: Tensor,
-    alpha: Tensor | None = None,
-) -> None:  # fmt: skip
+def write(leaves, nodes, minima, pages, capacity, index, mass, alpha=None):
     """See the loop of the same name; with ``alpha`` that of ``write_power``."""
     count = index.shape[0]
     # marks of rows and their masses; the largest writes change only the leaves here
-    levels = _levels(capacity) if count < _MANY else 0
+    levels = levels_of(capacity) if count < _MANY else 0
     if count:
         rows = min(_WRITTEN, triton.next_power_of_2(count))
         _write[(1,)](
@@ -310,7 +300,7 @@ def write(
 write_power = write
 
 
-def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capacity: int) -> None:
+def rebuild(leaves, nodes, minima, pages, capacity):
     """See the loop of the same name."""
     stored = leaves
     if len(pages):
@@ -320,17 +310,17 @@ def rebuild(leaves: Tensor, nodes: Tensor, minima: Tensor, pages: Tensor, capaci
         _reduce_levels(torch.where(stored > 0, stored, NOTHING), minima, lambda groups: groups.amin(1))
 
 
-def refresh_maxima(leaves: Tensor, maxima: Tensor, capacity: int, index: Tensor) -> None:
+def refresh_maxima(leaves, maxima, capacity, index):
     """See the loop of the same name."""
     count = index.shape[0]
     if count:
-        _refresh_maxima[(1,)](
-            leaves, maxima, len(maxima), capacity, index, count,
-            levels=_levels(capacity), num_together=min(64, triton.next_power_of_2(count)),
+        _refresh[(1,)](
+            leaves, maxima, len(maxima), index, 1, capacity, index, count, is_min=False, has_pages=False,
+            levels=levels_of(capacity), num_together=min(64, triton.next_power_of_2(count)),
         )  # fmt: skip
 
 
-def rebuild_maxima(leaves: Tensor, maxima: Tensor, capacity: int) -> None:
+def rebuild_maxima(leaves, maxima, capacity):
     """See the loop of the same name."""
     _reduce_levels(leaves, maxima, lambda groups: groups.amax(1))
 
