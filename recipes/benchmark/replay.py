@@ -12,6 +12,7 @@ from tqdm import tqdm
 from recipes.benchmark.buffers import (
     CPU,
     EAGER,
+    GRAPH,
     OURS,
     Stream,
     contender,
@@ -24,7 +25,7 @@ from recipes.benchmark.buffers import (
 )
 from recipes.benchmark.peers import PEERS
 from recipes.benchmark.results import Row
-from recipes.benchmark.timing import Case, in_shares, measure, require_time, skipping
+from recipes.benchmark.timing import Case, measure, require_time, skipping
 from torchrl_replay_ext import compile_step
 
 WRITES = (("add", 1), ("extend", 1), ("extend", 8), ("extend", 64))
@@ -64,57 +65,61 @@ def make_cycle(
     return torch.no_grad()(step)
 
 
+def writes(name: str, data: TensorDict) -> Iterable[Case]:
+    """The writes to TorchRL's buffer with a sampler."""
+    buffer, stream = full_buffer(name, EAGER, data), Stream()
+    for kind, count in WRITES:
+        row = Row("extend", kind, name, "TorchRL uniform", len(data), written=count)
+        if kind == "add":
+            yield Case(row, buffer.add, lambda: (stream.take(1)[0],))
+        else:
+            yield Case(row, buffer.extend, lambda count=count: (stream.take(count),))
+
+
+def cycles(name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
+    """The cycles of a sampler."""
+    buffer, device = full_buffer(name, mode, data), data["observation"].device
+    compiled = mode not in (EAGER, OURS)
+    for size in batch_sizes:
+        row = Row("cycle", "", contender(mode, name), "TorchRL PER", len(data), size)
+        step = make_cycle(buffer, size, updates=has_priorities(name), cudagraphs=mode == GRAPH if compiled else None)
+        yield Case(row, step, lambda size=size: (td_errors(size, device),), compiled=compiled)
+
+
+def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
+    """The cycles of another library."""
+    require_time()
+    cycle = PEERS[name](data)
+    for size in batch_sizes:
+        row = Row("cycle", "", name, "TorchRL PER", len(data), size)
+        yield Case(row, cycle, lambda size=size: (size, td_errors(size).numpy()))
+
+
 def measure_extend(names: list[str], options: Namespace) -> list[Row]:
     """Measure the writes, eager, to TorchRL's buffers. `names`: see extend_names."""
-
-    def cases(data: TensorDict) -> Iterable[Case]:
+    rows = []
+    for capacity in options.capacities:
+        data, cases = transitions(capacity), []
         for name in tqdm(names, desc="filling", leave=False):
             with skipping(name):
-                buffer, stream = full_buffer(name, EAGER, data), Stream()
-                for kind, count in WRITES:
-                    row = Row("extend", kind, name, "TorchRL uniform", len(data), written=count)
-                    if kind == "add":
-                        yield Case(row, buffer.add, lambda stream=stream: (stream.take(1)[0],))
-                    else:
-                        yield Case(row, buffer.extend, lambda stream=stream, count=count: (stream.take(count),))
-
-    return _measure(cases, "extend", options)
+                cases += writes(name, data)
+        rows += measure(cases, CPU, options.calls, f"extend, {capacity:,} slots")
+    return rows
 
 
 def measure_cycle(names: list[str], options: Namespace) -> list[Row]:
     """Measure the cycles; the compiled ones at the largest capacity. `names`: see cycle_names."""
-    device = options.device
-
-    def cases(data: TensorDict) -> Iterable[Case]:
-        for name in tqdm(samplers(device), desc="filling", leave=False):
-            chosen = [mode for mode in modes(name, device) if contender(mode, name) in names]
-            for mode in chosen:
-                compiled = mode not in (EAGER, OURS)
-                if compiled and len(data) < max(options.capacities):
-                    continue
+    rows, device, sizes = [], options.device, options.batch_sizes
+    chosen = [(name, mode) for name in samplers(device) for mode in modes(name, device)]
+    for capacity in options.capacities:
+        data, cases = transitions(capacity).to(device), []
+        for name, mode in tqdm(chosen, desc="filling", leave=False):
+            fits = mode in (EAGER, OURS) or capacity == max(options.capacities)
+            if fits and contender(mode, name) in names:
                 with skipping(contender(mode, name)):
-                    buffer = full_buffer(name, mode, data)
-                    for size in options.batch_sizes:
-                        row = Row("cycle", "", contender(mode, name), "TorchRL PER", len(data), size)
-                        graphs = mode == "CUDA graph" if compiled else None
-                        step = make_cycle(buffer, size, updates=has_priorities(name), cudagraphs=graphs)
-                        yield Case(row, step, lambda size=size: (td_errors(size, device),), compiled=compiled)
-        for name in (name for name in PEERS if name in names):
+                    cases += cycles(name, mode, data, sizes)
+        for name in [name for name in PEERS if name in names]:
             with skipping(name):
-                require_time()
-                cycle = PEERS[name](data)
-                for size in options.batch_sizes:
-                    row = Row("cycle", "", name, "TorchRL PER", len(data), size)
-                    yield Case(row, cycle, lambda size=size: (size, td_errors(size).numpy()))
-
-    return _measure(cases, "cycle", options)
-
-
-def _measure(cases: Callable[[TensorDict], Iterable[Case]], label: str, options: Namespace) -> list[Row]:
-    rows = []
-    for capacity in in_shares(options.capacities):
-        label_of = f"{label}, {capacity:,} slots"
-        with skipping(label_of):
-            data = transitions(capacity).to(options.device if label == "cycle" else CPU)
-            rows += measure(list(cases(data)), data["observation"].device, options.calls, label_of)
+                cases += peer_cycles(name, data, sizes)
+        rows += measure(cases, device, options.calls, f"cycle, {capacity:,} slots")
     return rows

@@ -36,7 +36,7 @@ class Row:
 
     Args:
         measurement: "extend", "cycle", "updates", "compile" or "training".
-        case: what is measured: "add" or "extend"; "cold" or "warm"; the algorithm, such as "DQN"; "" for cycles.
+        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN"; "" for cycles.
         contender: name of the measured buffer or loop.
         reference: name of the contender that this one is compared with.
         capacity: capacity of the buffer.
