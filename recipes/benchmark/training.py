@@ -87,7 +87,7 @@ def torchrl_loop(clock: Clock) -> None:
     for transform in (StepCounter(), DoubleToFloat(), RewardSum()):
         env.append_transform(transform)
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(settings.buffer_size), batch_size=settings.batch_size)
-    policy = TensorDictSequential(policy, EGreedyModule(env.action_spec, eps_init=0.1, eps_end=0.1))
+    policy = TensorDictSequential([policy, EGreedyModule(env.action_spec, eps_init=0.1, eps_end=0.1)])
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=settings.learning_rate)
     updates = steps = 0
     collector = Collector(env, policy, frames_per_batch=clock.chunk, total_frames=-1, device="cpu")

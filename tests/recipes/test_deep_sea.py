@@ -7,7 +7,7 @@ import pytest
 
 from recipes import dqn
 from recipes.common.cli import DONE
-from recipes.envs import DeepSea
+from recipes.envs.deep_sea import DeepSea
 from tests.recipes.runs import Composer, checkpoint, leaves, tiny
 
 composer = Composer("dqn", ["env=deepsea", *tiny("dqn")])

@@ -6,8 +6,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from recipes.common.networks import Convolutions, make_network
-from recipes.envs import MinAtar
-from recipes.envs.minatar_games import GAMES
+from recipes.envs.minatar_games import GAMES, MinAtar
 from tests.params import slow_but
 from tests.recipes.runs import Composer, needs, tiny
 

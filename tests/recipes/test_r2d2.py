@@ -13,7 +13,7 @@ from recipes import r2d2
 from recipes.common.collector import VectorCollector
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentEpisodes, RecurrentNetwork
 from recipes.common.replay import end_last_episodes, make_replay
-from recipes.envs import CartPolePositions
+from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import (
     TINY_R2D2,
     Composer,
