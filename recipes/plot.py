@@ -33,13 +33,12 @@ from pathlib import Path
 import numpy as np
 
 from recipes.common.cli import BAD_CONFIG
-from recipes.common.csv_files import PROGRESS, steps_to_reach
 from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table
 from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
 from recipes.common.intervals import median_with_bound
 from recipes.common.report import report, study_directory
-from recipes.common.tables import markdown
+from recipes.common.tables import PROGRESS, markdown, steps_to_reach
 
 IN_A_ROW = 3
 

@@ -31,9 +31,9 @@ from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row
 from recipes.benchmark.timing import Case, measure, skipping
 from recipes.common.cli import parse_config, schema_of
-from recipes.common.hints import compose_config
 from recipes.common.networks import make_network
 from recipes.common.optimizers import make_optimizer
+from recipes.common.options import compose_config
 from torchrl_replay_ext import compile_step
 
 # the batch is that of most papers on larger tasks; the recipe's CartPole has 64

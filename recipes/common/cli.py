@@ -25,8 +25,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from recipes.common.errors import ConfigError, did_you_mean, reason
 from recipes.common.files import CHECKPOINT, CONFIG, load_config
-from recipes.common.help import help_text
-from recipes.common.hints import compose_config, explain
+from recipes.common.options import compose_config, explain, help_text
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
@@ -193,10 +192,13 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
 
 
 @contextmanager
-def interruption() -> Iterator[Callable[[], bool]]:
+def interruption(stop: Callable[[], object] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Record Ctrl-C (SIGINT) and SIGTERM, so that the training loop can stop between two batches.
 
     A second signal raises KeyboardInterrupt at once.
+
+    Args:
+        stop: called at the first signal. Default: does nothing.
 
     Yields:
         A function that returns whether a signal has arrived.
@@ -207,6 +209,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
         if signals:
             raise KeyboardInterrupt
         signals.append(number)
+        stop()
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

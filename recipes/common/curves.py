@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
 
-from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
 from recipes.common.errors import ConfigError
 from recipes.common.figures import (
     Look,
@@ -29,6 +28,7 @@ from recipes.common.figures import (
 )
 from recipes.common.files import CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
+from recipes.common.tables import PROGRESS, read_csv, was_stopped
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)

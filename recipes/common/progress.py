@@ -15,8 +15,8 @@ from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 from recipes.common.config import LoggerConfig
-from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite
 from recipes.common.errors import ConfigError, reason
+from recipes.common.tables import PROGRESS, append_rows, read_csv, rewrite
 
 VIDEO = "evaluation"  # name of videos in the logger
 

@@ -17,14 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common import figures, intervals
 from recipes.common.cli import parse_config
-from recipes.common.csv_files import reaches
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import load_config
-from recipes.common.hints import compose_config
+from recipes.common.options import compose_config
 from recipes.common.schemas.study import Config, StudyConfig
-from recipes.common.study_files import CURVES, RUNS, STUDY, read_rows
-from recipes.common.tables import markdown
+from recipes.common.tables import CURVES, RUNS, STUDY, markdown, reaches, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves

@@ -25,13 +25,13 @@ from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.csv_files import reaches
 from recipes.common.curves import plot_runs
 from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Evaluation, Policy
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
+from recipes.common.tables import reaches
 from recipes.common.video import Camera
 
 if TYPE_CHECKING:

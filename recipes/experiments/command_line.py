@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from recipes.common.csv_files import append_rows, read_csv
 from recipes.common.errors import ConfigError, reason
 from recipes.common.figures import files_of, save
+from recipes.common.tables import append_rows, read_csv
 
 Row = dict[str, Any]
 

@@ -48,7 +48,6 @@ from tqdm import tqdm
 from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import DONE, parse_config
-from recipes.common.csv_files import read_csv, rewrite
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
@@ -56,7 +55,7 @@ from recipes.common.files import CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.replay import make_replay
 from recipes.common.schemas.dper_analysis import Config
-from recipes.common.tables import markdown
+from recipes.common.tables import markdown, read_csv, rewrite
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 

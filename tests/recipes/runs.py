@@ -15,7 +15,7 @@ from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common import run as training
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import DONE, explained, parse_config, resumed_config, schema_of
-from recipes.common.hints import compose_config
+from recipes.common.options import compose_config
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import torch
 
 from recipes.common.cli import BAD_CONFIG, DONE, INTERRUPTED, compose_job, is_out_of_memory, run_recipe, schema_of
 from recipes.common.config import RECIPES
-from recipes.common.hints import choices_of, environments
+from recipes.common.options import choices_of, environments
 from recipes.common.run import save_config
 from recipes.experiments import cliffwalk
 from tests.recipes.runs import ROOT, command, tiny

@@ -9,7 +9,7 @@ import torch
 
 from recipes.common.cli import DONE, schema_of
 from recipes.common.config import DECOUPLED, EVENT_TABLES
-from recipes.common.hints import environments
+from recipes.common.options import environments
 from tests.recipes.runs import RECIPES, eager_and_compiled, rows
 
 PACKAGES = {
