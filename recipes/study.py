@@ -60,7 +60,7 @@ from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.errors import ConfigError, reason
 from recipes.common.files import CHECKPOINT, CONFIG, code_version, load_config, locked
 from recipes.common.report import report
-from recipes.common.schemas.study import Config, StudyConfig
+from recipes.common.schemas import StudyConfig, StudyRun
 from recipes.common.tables import CURVES, KEYS, PROGRESS, RUNS, STUDY
 
 # settings of a study that decide how its runs are judged, and which columns are kept
@@ -192,10 +192,8 @@ class Pool:
         """The rows of progress.csv of a finished run."""
         rows = tables.read_csv(self.directory(job) / PROGRESS)
         for key, columns in (("column", [self._study.column]), ("also", self._study.also)):
-            if missing := [column for column in columns if column not in rows[0]]:
-                raise ConfigError(
-                    f"study.{key}: {PROGRESS} has no column {', '.join(missing)}, only {', '.join(rows[0])}"
-                )
+            if missing := ", ".join(column for column in columns if column not in rows[0]):
+                raise ConfigError(f"study.{key}: {PROGRESS} has no column {missing}, only {', '.join(rows[0])}")
         return rows
 
     def stop(self) -> None:
@@ -242,7 +240,7 @@ def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
     return has_runs and not (has_rows and any(before[key] != getattr(now, key) for key in JUDGED_BY))
 
 
-def run_study(config: Config, out: Path) -> int:
+def run_study(config: StudyRun, out: Path) -> int:
     """Run all runs of a study that have not finished.
 
     Returns:

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {'; '.join(names)}")
     for library in ("torchrl", "tensordict"):
         logging.getLogger(library).setLevel(logging.WARNING)  # their messages would break the progress bar
-    threads, rows, exit_code = torch.get_num_threads(), [], 0
+    rows, exit_code = [], 0
     torch.set_num_threads(1)
     torch.manual_seed(0)
     timing.limit(options.max_seconds)
@@ -138,14 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"{measurement} was interrupted; its numbers are lost.")
         exit_code = INTERRUPTED
-    finally:
-        torch.set_num_threads(threads)
     if rows:
         results.save(rows, options.device, options.out)
-    else:
-        exit_code = exit_code or 1
-    if exit_code:
-        sys.exit(exit_code)
+    if exit_code or not rows:
+        sys.exit(exit_code or 1)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 
+import torchrl_replay_ext as ext
 from recipes.benchmark.timing import require_time
-from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    Threshold,
-    TrajectoryRetraceSampler,
-)
 
 ALPHA, BETA = 0.6, 0.4
 EPISODE_LENGTH, EVENT_INTERVAL = 200, 1000  # steps
@@ -87,12 +75,12 @@ def td_errors(count: int, device: torch.device = CPU) -> Tensor:
     return torch.randn(count, device=device).square()
 
 
-def event_tables(capacity: int, retention: Any) -> EventTableSampler:
+def event_tables(capacity: int, retention: Any) -> ext.EventTableSampler:
     """Event tables: one rare event, half of the batch from its table."""
     rare = max(HISTORY, capacity // RARE_SHARE)
     sizes = {"rare": rare} | ({"default": capacity - rare} if retention == "pinned" else {})
-    spec = EventSpec("rare", Threshold(("next", "reward"), ">", 0.5), HISTORY)
-    return EventTableSampler(EventTables([spec], sizes, retention=retention), eta={"default": 0.5, "rare": 0.5})
+    spec = ext.EventSpec("rare", ext.Threshold(("next", "reward"), ">", 0.5), HISTORY)
+    return ext.EventTableSampler(ext.EventTables([spec], sizes, retention=retention), eta={"default": 0.5, "rare": 0.5})
 
 
 # Name -> function of the capacity that makes the sampler.
@@ -101,12 +89,12 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "TorchRL PER": partial(PrioritizedSampler, alpha=ALPHA, beta=BETA),
     "TorchRL PER, CUDA trees": partial(PrioritizedSampler, alpha=ALPHA, beta=BETA, device="cuda"),
     "uniform": lambda capacity: RandomSampler(),
-    "PER": partial(ProportionalSampler, alpha=ALPHA, beta=BETA, td_error="squared"),
-    "ReaPER": partial(ReaPERSampler, td_error="squared"),
-    "rank-based PER": partial(RankBasedSampler, td_error="squared"),
+    "PER": partial(ext.ProportionalSampler, alpha=ALPHA, beta=BETA, td_error="squared"),
+    "ReaPER": partial(ext.ReaPERSampler, td_error="squared"),
+    "rank-based PER": partial(ext.RankBasedSampler, td_error="squared"),
     "event tables, ring": partial(event_tables, retention="ring"),
     "event tables, pinned": partial(event_tables, retention="pinned"),
-    "slices": partial(TrajectoryRetraceSampler, slice_len=SLICE_LENGTH, behaviour_keys=()),
+    "slices": partial(ext.TrajectoryRetraceSampler, slice_len=SLICE_LENGTH, behaviour_keys=()),
 }
 
 
@@ -131,14 +119,14 @@ def full_buffer(name: str, mode: str, data: TensorDict, **arguments: Any) -> Any
     require_time()
     capacity, device = len(data), data["observation"].device
     sampler = SAMPLERS[name](capacity)
-    if isinstance(sampler, EventTableSampler):
-        arguments["writer"] = EventTableWriter(sampler.tables)
+    if isinstance(sampler, ext.EventTableSampler):
+        arguments["writer"] = ext.EventTableWriter(sampler.tables)
     if mode == EAGER:
         storage = LazyTensorStorage(capacity, device=device)
         buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, **arguments)
     else:
-        storage = CompilableTensorStorage(capacity, device=device)
-        buffer = CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
+        storage = ext.CompilableTensorStorage(capacity, device=device)
+        buffer = ext.CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
     for chunk in (*data.split(FILL_CHUNK), *data.split(max(1, len(data) // 10))[:1]):
         buffer.extend(chunk.clone())
     if has_priorities(name):

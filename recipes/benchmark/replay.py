@@ -9,20 +9,7 @@ from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
-from recipes.benchmark.buffers import (
-    CPU,
-    EAGER,
-    GRAPH,
-    OURS,
-    Stream,
-    contender,
-    full_buffer,
-    has_priorities,
-    modes,
-    samplers,
-    td_errors,
-    transitions,
-)
+from recipes.benchmark import buffers
 from recipes.benchmark.peers import PEERS
 from recipes.benchmark.results import Row
 from recipes.benchmark.timing import Case, measure, require_time, skipping
@@ -33,12 +20,12 @@ WRITES = (("add", 1), ("extend", 1), ("extend", 8), ("extend", 64))
 
 def extend_names(device: torch.device) -> list[str]:
     """The contenders of the writes."""
-    return [name for name in samplers(device) if name != "uniform"]
+    return [name for name in buffers.samplers(device) if name != "uniform"]
 
 
 def cycle_names(device: torch.device) -> list[str]:
     """The contenders of the cycles."""
-    ours = [contender(mode, name) for name in samplers(device) for mode in modes(name, device)]
+    ours = [buffers.contender(mode, name) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
     return ours + (list(PEERS) if device.type == "cpu" else [])
 
 
@@ -67,7 +54,7 @@ def make_cycle(
 
 def writes(name: str, data: TensorDict) -> Iterable[Case]:
     """The writes to TorchRL's buffer with a sampler."""
-    buffer, stream = full_buffer(name, EAGER, data), Stream()
+    buffer, stream = buffers.full_buffer(name, buffers.EAGER, data), buffers.Stream()
     for kind, count in WRITES:
         row = Row("extend", kind, name, "TorchRL uniform", len(data), written=count)
         if kind == "add":
@@ -78,12 +65,13 @@ def writes(name: str, data: TensorDict) -> Iterable[Case]:
 
 def cycles(name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
     """The cycles of a sampler."""
-    buffer, device = full_buffer(name, mode, data), data["observation"].device
-    compiled = mode not in (EAGER, OURS)
+    buffer, device = buffers.full_buffer(name, mode, data), data["observation"].device
+    compiled = mode not in (buffers.EAGER, buffers.OURS)
+    cudagraphs = mode == buffers.GRAPH if compiled else None
     for size in batch_sizes:
-        row = Row("cycle", "", contender(mode, name), "TorchRL PER", len(data), size)
-        step = make_cycle(buffer, size, updates=has_priorities(name), cudagraphs=mode == GRAPH if compiled else None)
-        yield Case(row, step, lambda size=size: (td_errors(size, device),), compiled=compiled)
+        row = Row("cycle", "", buffers.contender(mode, name), "TorchRL PER", len(data), size)
+        step = make_cycle(buffer, size, updates=buffers.has_priorities(name), cudagraphs=cudagraphs)
+        yield Case(row, step, lambda size=size: (buffers.td_errors(size, device),), compiled=compiled)
 
 
 def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
@@ -92,31 +80,31 @@ def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable
     cycle = PEERS[name](data)
     for size in batch_sizes:
         row = Row("cycle", "", name, "TorchRL PER", len(data), size)
-        yield Case(row, cycle, lambda size=size: (size, td_errors(size).numpy()))
+        yield Case(row, cycle, lambda size=size: (size, buffers.td_errors(size).numpy()))
 
 
 def measure_extend(names: list[str], options: Namespace) -> list[Row]:
     """Measure the writes, eager, to TorchRL's buffers. `names`: see extend_names."""
     rows = []
     for capacity in options.capacities:
-        data, cases = transitions(capacity), []
+        data, cases = buffers.transitions(capacity), []
         for name in tqdm(names, desc="filling", leave=False):
             with skipping(name):
                 cases += writes(name, data)
-        rows += measure(cases, CPU, options.calls, f"extend, {capacity:,} slots")
+        rows += measure(cases, buffers.CPU, options.calls, f"extend, {capacity:,} slots")
     return rows
 
 
 def measure_cycle(names: list[str], options: Namespace) -> list[Row]:
     """Measure the cycles; the compiled ones at the largest capacity. `names`: see cycle_names."""
     rows, device, sizes = [], options.device, options.batch_sizes
-    chosen = [(name, mode) for name in samplers(device) for mode in modes(name, device)]
+    chosen = [(name, mode) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
     for capacity in options.capacities:
-        data, cases = transitions(capacity).to(device), []
+        data, cases = buffers.transitions(capacity).to(device), []
         for name, mode in tqdm(chosen, desc="filling", leave=False):
-            fits = mode in (EAGER, OURS) or capacity == max(options.capacities)
-            if fits and contender(mode, name) in names:
-                with skipping(contender(mode, name)):
+            fits = mode in (buffers.EAGER, buffers.OURS) or capacity == max(options.capacities)
+            if fits and buffers.contender(mode, name) in names:
+                with skipping(buffers.contender(mode, name)):
                     cases += cycles(name, mode, data, sizes)
         for name in [name for name in PEERS if name in names]:
             with skipping(name):

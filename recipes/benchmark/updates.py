@@ -16,24 +16,14 @@ from torchrl.objectives.utils import TargetNetUpdater
 from tqdm import tqdm
 
 from recipes import dqn
-from recipes.benchmark.buffers import (
-    EAGER,
-    GRAPH,
-    OURS,
-    contender,
-    full_buffer,
-    has_priorities,
-    modes,
-    td_errors,
-    transitions,
-)
+from recipes.benchmark import buffers
 from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row
 from recipes.benchmark.timing import Case, measure, skipping
 from recipes.common.cli import parse_config, schema_of
 from recipes.common.networks import make_network
-from recipes.common.optimizers import make_optimizer
 from recipes.common.options import compose_config
+from recipes.common.update import make_optimizer
 from torchrl_replay_ext import compile_step
 
 # the batch is that of most papers on larger tasks; the recipe's CartPole has 64
@@ -45,8 +35,13 @@ SAMPLERS = ("uniform", "PER", "ReaPER")
 
 def contenders(device: torch.device) -> list[tuple[str, str, str]]:
     """Names in the tables, samplers and ways to run them. Recipes have buffers of this package only."""
-    whole = [(contender(mode, name), name, mode) for name in SAMPLERS for mode in modes(name, device) if mode != EAGER]
-    return [(UNIFORM_ONLY, "TorchRL uniform", EAGER), (PER_ONLY, "TorchRL PER", EAGER), *whole]
+    whole = [
+        (buffers.contender(mode, name), name, mode)
+        for name in SAMPLERS
+        for mode in buffers.modes(name, device)
+        if mode != buffers.EAGER
+    ]
+    return [(UNIFORM_ONLY, "TorchRL uniform", buffers.EAGER), (PER_ONLY, "TorchRL PER", buffers.EAGER), *whole]
 
 
 def configuration(*words: str, **settings: object) -> Any:
@@ -65,24 +60,25 @@ def agent(device: torch.device) -> tuple[QValueActor, DQNLoss, TargetNetUpdater]
 
 def make_case(label: str, name: str, mode: str, data: TensorDict) -> Case:
     """The whole update with a sampler; for "cycle only", the cycle of TorchRL's sampler."""
-    settings, device = configuration().dqn, data["observation"].device
-    size, reference = settings.batch_size, UNIFORM_ONLY if mode == EAGER else contender(mode, "uniform")
+    config, device = configuration(), data["observation"].device
+    size = config.dqn.batch_size
+    reference = UNIFORM_ONLY if mode == buffers.EAGER else buffers.contender(mode, "uniform")
     row = Row("updates", "DQN", label, reference, len(data), size)
-    if mode == EAGER:
-        cycle = make_cycle(full_buffer(name, mode, data), size, updates=has_priorities(name))
-        return Case(row, cycle, lambda: (td_errors(size, device),))
-    buffer = full_buffer(name, mode, data, batch_size=size, priority_key="td_error")
+    if mode == buffers.EAGER:
+        cycle = make_cycle(buffers.full_buffer(name, mode, data), size, updates=buffers.has_priorities(name))
+        return Case(row, cycle, lambda: (buffers.td_errors(size, device),))
+    buffer = buffers.full_buffer(name, mode, data, batch_size=size, priority_key="td_error")
     _, loss_module, target = agent(device)
-    optimizer = make_optimizer(settings.optimizer, loss_module.parameters(), settings.learning_rate)
-    update = dqn.make_update(settings, buffer, loss_module, target, optimizer, num_updates=1)
-    step = update if mode == OURS else compile_step(update, cudagraphs=mode == GRAPH)
-    return Case(row, lambda: step(None), compiled=mode != OURS)
+    optimizer = make_optimizer(config.dqn.optimizer, loss_module.parameters(), config.dqn.learning_rate)
+    update = dqn.make_update(config, buffer, loss_module, target, optimizer)
+    step = update if mode == buffers.OURS else compile_step(update, cudagraphs=mode == buffers.GRAPH)
+    return Case(row, lambda: step(None), compiled=mode != buffers.OURS)
 
 
 def measure_updates(chosen: list[str], options: Namespace) -> list[Row]:
     """Measure the updates at the largest capacity. `chosen`: labels of contenders."""
     device, count, cases = options.device, max(options.capacities), []
-    data = transitions(count)
+    data = buffers.transitions(count)
     data["action"] = torch.randint(ACTIONS, (count,))
     data["next", "truncated"] = torch.zeros_like(data["next", "done"])
     data = data.exclude("collector").to(device)

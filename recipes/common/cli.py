@@ -26,6 +26,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from recipes.common.errors import ConfigError, did_you_mean, reason
 from recipes.common.files import CHECKPOINT, CONFIG, load_config
 from recipes.common.options import compose_config, explain, help_text
+from recipes.common.schemas import SCHEMAS
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
@@ -42,7 +43,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
 
     Args:
         name: the recipe's module, without the leading "recipes.". The last part of the name is also that of its
-            configuration, recipes/conf/<part>.yaml, and of its class, recipes.common.schemas.<part>.Config.
+            configuration, recipes/conf/<part>.yaml, and of its class, in recipes.common.schemas.
         function: name of the module's function that runs a job. It is called with the checked configuration and the
             run directory, which it makes, and returns an exit code. It may raise ConfigError before training starts.
             Default: "train".
@@ -76,7 +77,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
 
 def schema_of(name: str) -> type:
     """The class of a recipe's configuration."""
-    return import_module(f"recipes.common.schemas.{name.split('.')[-1]}").Config
+    return SCHEMAS[name.split(".")[-1]]
 
 
 @contextmanager
@@ -105,11 +106,9 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
             raise ConfigError(f"{word}: write {word.replace('.name', '')}, which also sets the options of this sampler")
     with explained(name, words):
         composed = compose_config(name, words, hydra=True)
-        hydra, config = (
-            composed.hydra,
-            OmegaConf.masked_copy(composed, [key for key in map(str, composed) if key != "hydra"]),
-        )
+        hydra, own = composed.hydra, [key for key in map(str, composed) if key != "hydra"]
         run_dir = Path(hydra.sweep.dir, hydra.sweep.subdir) if multirun else Path(hydra.run.dir)
+        config = OmegaConf.masked_copy(composed, own)
     if config.get("resume") is not None:
         run_dir = Path(config.resume)
         config = resumed_config(config, run_dir, words)
@@ -161,11 +160,9 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
     if other := sorted({*map(str, resumed)} ^ {*map(str, config)}):
         raise ConfigError(f"resume={run_dir}: a run of another recipe; only one of the two has {', '.join(other)}")
     for word in words:
-        key = word.split("=")[0]
+        key, others = word.split("=")[0], ", ".join(RESUMABLE[1:])
         if key not in RESUMABLE:
-            raise ConfigError(
-                f"{word}: a resumed run keeps its configuration; only {', '.join(RESUMABLE[1:])} can change"
-            )
+            raise ConfigError(f"{word}: a resumed run keeps its configuration; only {others} can change")
         resumed[key] = config[key]
     return resumed
 

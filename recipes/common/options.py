@@ -184,12 +184,12 @@ def _docstring(recipe: str) -> str:
 
 def _table(rows: Iterable[Row]) -> list[str]:
     """Options and explanations in two columns; the explanation of a long option begins in the next line."""
-    return [
-        _wrapped(f"  {option:<{COLUMN - 4}}  {text}", COLUMN)
-        if len(option) < COLUMN - 4
-        else f"  {option}\n" + _wrapped(" " * COLUMN + text, COLUMN)
-        for option, text in rows
-    ]
+    lines = []
+    for option, text in rows:
+        fits = len(option) < COLUMN - 4
+        lines += [] if fits else [f"  {option}"]
+        lines.append(_wrapped(f"  {option if fits else '':<{COLUMN - 4}}  {text}", COLUMN))
+    return lines
 
 
 def _wrapped(text: str, indent: int) -> str:

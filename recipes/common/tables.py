@@ -84,12 +84,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def was_stopped(config: Any, rows: Sequence[Mapping[str, str]]) -> bool:
     """Whether a run ended early because it had reached the threshold; `config`: its settings, `rows`: its progress."""
-    threshold = config.env.reward_threshold
-    return (
-        bool(config.get("stop_at_threshold"))
-        and threshold is not None
-        and reaches(float(rows[-1]["return_mean"]), threshold)
-    )
+    threshold = config.env.reward_threshold if config.get("stop_at_threshold") else None
+    return threshold is not None and reaches(float(rows[-1]["return_mean"]), threshold)
 
 
 def reaches(value: float, least: float) -> bool:

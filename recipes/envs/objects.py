@@ -9,13 +9,8 @@ from gymnasium.spaces import Box, Discrete
 from recipes.envs import grid
 
 # Colours of categories that always have the same colour, as in MiniGrid.
-_COLOURS = {
-    grid.EMPTY: grid.RED,
-    grid.WALL: grid.GREY,
-    grid.GOAL: grid.GREEN,
-    grid.LAVA: grid.RED,
-    grid.SPIKE: grid.YELLOW,
-}
+_COLOURS = {grid.EMPTY: grid.RED, grid.WALL: grid.GREY, grid.GOAL: grid.GREEN, grid.LAVA: grid.RED}
+_COLOURS[grid.SPIKE] = grid.YELLOW
 _FREE = (grid.EMPTY, grid.GOAL, grid.LAVA, grid.SPIKE)  # the agent can walk there
 _VIEW = 5
 _PAD = _VIEW - 1

@@ -28,12 +28,8 @@ class ExperimentParser(argparse.ArgumentParser):
     def __init__(self, name: str, doc: str | None, *, writes: str, reads: str):
         super().__init__(prog=f"python -m recipes.experiments.{name}", description=(doc or "").splitlines()[0])
         self.name = name
-        self.add_argument(
-            "--out",
-            type=Path,
-            default=Path("runs") / name,
-            help=f"directory of {writes} (default: %(default)s)",
-        )
+        text = f"directory of {writes} (default: %(default)s)"
+        self.add_argument("--out", type=Path, default=Path("runs") / name, help=text)
         self.add_argument("--read", type=Path, metavar="CSV", help=f"{reads} of an earlier run; run nothing")
 
     def run(

@@ -91,13 +91,9 @@ def measure_calls(call: Callable[[], object], count: int) -> np.ndarray:
 def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
     """Measure one number of shards; a row of sharding.csv."""
     capacity = 4096 if images else 65536
+    storage, options = partial(CompilableTensorStorage, capacity // num_shards), {"remote_config": {"num_cpus": 0}}
     buffer = ShardedReplayBuffer(
-        num_shards,
-        storage=partial(CompilableTensorStorage, capacity // num_shards),
-        sampler=ProportionalSampler,
-        batch_size=BATCH,
-        prefetch=1,
-        remote_config={"num_cpus": 0},
+        num_shards, storage=storage, sampler=ProportionalSampler, batch_size=BATCH, prefetch=1, **options
     )
     try:
         rows = partial(transitions, count=WRITTEN, images=images)

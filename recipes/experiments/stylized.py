@@ -72,11 +72,6 @@ def select_uniform(td_error: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(length, (rows,), generator=generator)
 
 
-def select_per_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """The transition with the largest absolute TD error."""
-    return argmax_random_ties(td_error, generator)
-
-
 def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
     """The transition with the largest reliability-adjusted TD error, Ψ_t = R_t |δ_t| (Eq. 5)."""
     episode = torch.arange(len(td_error)).repeat_interleave(td_error.shape[1])
@@ -92,7 +87,7 @@ def select_oracle(td_error: Tensor, generator: torch.Generator) -> Tensor:
 
 STRATEGIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "uniform": select_uniform,
-    "PER-g": select_per_greedy,
+    "PER-g": argmax_random_ties,
     "ReaPER-g": select_reaper_greedy,
     "oracle": select_oracle,
 }
@@ -147,16 +142,9 @@ def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[
         for index, condition in enumerate(PERIODS):
             for strategy in STRATEGIES:
                 extra = updates[strategy][index] - updates["oracle"][index]
-                rows.append(
-                    {
-                        "condition": condition,
-                        "length": length,
-                        "strategy": strategy,
-                        "updates": updates[strategy][index].mean().item(),
-                        "extra": extra.mean().item(),
-                        "extra_std": extra.std(correction=0).item(),
-                    }
-                )
+                numbers = updates[strategy][index].mean(), extra.mean(), extra.std(correction=0)
+                found = (condition, length, strategy, *(number.item() for number in numbers))
+                rows.append(dict(zip(KINDS, found, strict=True)))
     return rows
 
 
@@ -201,13 +189,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = ExperimentParser("stylized", __doc__, writes="stylized.csv, .png and .svg", reads="draw the figure")
     parser.add_argument("--seeds", type=positive, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        default=list(range(10, 101, 10)),
-        help="episode lengths (default: 10, 20, ..., 100)",
-    )
+    text = "episode lengths (default: 10, 20, ..., 100)"
+    parser.add_argument("--lengths", type=positive, nargs="+", default=list(range(10, 101, 10)), help=text)
     options = parser.parse_args(arguments)
     measure = partial(run, options.lengths, options.seeds, options.seed)
     return parser.run(options, KINDS, measure, format_table, plot)

@@ -16,7 +16,7 @@ from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Convolutions, make_network
-from recipes.common.optimizers import RMSProp
+from recipes.common.update import RMSProp, make_step
 from recipes.envs.atari import FIRE, NOOP, Lives, make_atari
 from tests.recipes.runs import Composer, needs, rows
 from torchrl_replay_ext import FrameStackStorage
@@ -298,6 +298,5 @@ class TestRMSProp:
             gradient = torch.randn(5, dtype=torch.float64)
             square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
             expected -= 0.1 * gradient / (square - centered * mean**2 + 0.01).sqrt()
-            parameter.grad = gradient
-            optimizer.step()
+            make_step(optimizer)([gradient])
         torch.testing.assert_close(parameter.detach(), expected)

@@ -107,7 +107,7 @@ def test_newest_transitions_are_the_last_to_be_written():
     for start in (0, 8):  # the second one overwrites 0 to 5
         difference = torch.arange(start, start + 8).unsqueeze(1).float().sqrt()
         replay.extend(TensorDict({"observation": torch.zeros(8, 1), "action": difference}, [8]))
-    newest = dper_analysis.of_newest(replay, policy)
+    newest = {row["granularity"]: row["squared_difference"] for row in dper_analysis.of_newest(replay, policy)}
     assert newest == pytest.approx({"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5})
 
 

@@ -17,10 +17,9 @@ from recipes.common.cli import DONE
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.events import land_between_flags, land_near_middle
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
-from recipes.common.replay import make_replay
+from recipes.common.replay import land_between_flags, land_near_middle, make_replay
 from tests.recipes.runs import Composer, composed, eager_and_compiled, rows, tiny
 
 # near_initial happens within the first steps

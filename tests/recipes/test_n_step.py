@@ -8,7 +8,7 @@ from torchrl.modules import QValueActor
 
 from recipes import dqn, sac, td3
 from recipes.common.cli import DONE
-from recipes.common.n_step import TERMINATED, NStep
+from recipes.common.collector import TERMINATED, NStep
 from tests.recipes.runs import Composer, tiny
 
 GAMMA = 0.9

@@ -53,7 +53,7 @@ class Collected:
 
     def states(self, network):
         """The recurrent states [steps, envs, 2, units] before each step, computed step by step from each reset."""
-        result, state = [], network.begin(NUM_ENVS)
+        result, state = [], network.initial(NUM_ENVS)
         for step in self.data:
             result.append(state)
             state = network.step(step["observation"], state)
@@ -120,17 +120,17 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
 def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
     collected = Collected()
     replay = collected.replay(batch_size=1)
-    settings = composer.settings(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
+    config = composer.composed(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
     target = deepcopy(collected.network).requires_grad_(False)
     optimizer = torch.optim.Adam(collected.network.parameters(), lr=0.0)
-    update = r2d2.make_update(settings, replay, collected.network, target, optimizer, num_updates=1)
+    update = r2d2.make_update(config, replay, collected.network, target, optimizer)
     batches = []
     apply = replay.update_tensordict_priority
     monkeypatch.setattr(replay, "update_tensordict_priority", lambda batch: batches.append(batch) or apply(batch))
     for _ in range(5):
         update(None)
         batch = batches[-1]
-        values, targets = r2d2.values_and_targets(settings, collected.network, target, batch)
+        values, targets = r2d2.values_and_targets(config.r2d2, collected.network, target, batch)
         error = (targets - values).abs()[batch["validity_mask"][:, BURN_IN:]]
         wanted = 0.7 * error.max() + 0.3 * error.mean()
         torch.testing.assert_close(batch["td_error"][0], wanted.detach().expand(BURN_IN + LENGTH))

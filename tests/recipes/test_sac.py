@@ -41,7 +41,8 @@ def test_presets_make_an_update_per_step_whatever_the_number_of_environments():
 
 
 def test_weights_are_for_the_critics_and_td_errors_are_absolute():
-    settings = composer.configuration().sac
+    config = composer.configuration("updates_per_graph=1")
+    settings = config.sac
     torch.manual_seed(0)
     _, loss_module = sac.make_loss(settings, 3, 2, torch.device("cpu"))
     target = SoftUpdate(loss_module, tau=0.5)
@@ -60,7 +61,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_absolute():
     for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
         torch.manual_seed(1)
         replay = Replay(data.clone().set("priority_weight", weight))
-        update = sac.make_update(replay, loss_module, target, sac.make_optimizers(settings, loss_module), num_updates=1)
+        update = sac.make_update(config, replay, loss_module, target, sac.make_optimizers(settings, loss_module))
         results.append({name: value.squeeze(0) for name, value in update(None).items()})
         (sample,) = replay.returned
         torch.testing.assert_close(sample["td_error"], delta.abs().amax(0))

@@ -87,8 +87,8 @@ def parameters_of(loss_module):
 def test_two_cycles_are_those_of_the_paper(own_batch):
     """Twin critics, smoothed and clipped targets, delayed actor and targets; also if the actor has its own batches."""
     torch.manual_seed(0)
-    cfg = composer.settings("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
-    policy, loss_module = td3.make_loss(cfg, 3, 2, torch.device("cpu"))
+    cfg = composer.composed("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
+    policy, loss_module = td3.make_loss(cfg.td3, 3, 2, torch.device("cpu"))
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
@@ -103,7 +103,6 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
         loss_module,
         SoftUpdate(loss_module, tau=plain.tau),
         *optimizers,
-        num_updates=2,
         actor_batch=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
     )
 
@@ -124,7 +123,8 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
 
 def test_weights_are_for_the_critics_and_td_errors_are_squared():
     torch.manual_seed(0)
-    settings = composer.settings("td3.policy_delay=1")
+    config = composer.composed("td3.policy_delay=1")
+    settings = config.td3
     _, loss_module = td3.make_loss(settings, 3, 2, torch.device("cpu"))
     target = SoftUpdate(loss_module, tau=0.5)
     data = transitions(5, done=1.0)  # then the targets are the rewards
@@ -139,7 +139,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
         replay = Replay(data.clone().set("priority_weight", weight))
         settings.actor_learning_rate = settings.critic_learning_rate = 0.0
         optimizers = td3.make_optimizers(settings, loss_module)
-        losses = td3.make_update(settings, replay, loss_module, target, *optimizers, num_updates=1)(None)
+        losses = td3.make_update(config, replay, loss_module, target, *optimizers)(None)
         results.append({name: value.squeeze(0) for name, value in losses.items()})
         (sample,) = replay.returned
         assert not sample["td_error"].requires_grad
@@ -174,7 +174,7 @@ def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interv
 
 
 def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
-    cfg = composer.composed("sampler=lap")
+    cfg = composer.composed("sampler=lap", "td3.policy_delay=1")
     torch.manual_seed(0)
     _, loss_module = td3.make_loss(cfg.td3, 3, 1, torch.device("cpu"))
     target = SoftUpdate(loss_module, tau=0.5)
@@ -193,7 +193,7 @@ def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
     own = Replay(batch)
     cfg.td3.actor_learning_rate = cfg.td3.critic_learning_rate = 0.0
     optimizers = td3.make_optimizers(cfg.td3, loss_module)
-    loss = td3.make_update(cfg.td3, own, loss_module, target, *optimizers, num_updates=1)(None)["loss_qvalue"]
+    loss = td3.make_update(cfg, own, loss_module, target, *optimizers)(None)["loss_qvalue"]
     rewards = batch["next", "reward"]
     drawn = [value[batch["index"]] for value in values]
     expected = sum(torch.nn.functional.smooth_l1_loss(value, rewards) for value in drawn)

@@ -18,14 +18,14 @@ class Learner:
 
     def __init__(self, optimizer=torch.optim.Adam, **options):
         torch.manual_seed(3)
-        config = composed("dqn", "dqn.max_grad_norm=1", "dqn.gamma=0.9").dqn
+        config = composed("dqn", "dqn.max_grad_norm=1", "dqn.gamma=0.9", "updates_per_graph=2")
         self.replay = buffer_of(ProportionalSampler, 64, compilable=True, batch_size=8)
         self.replay.extend(learnable(40))
         network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
-        self.loss_module, self.target = dqn.make_loss(config, actor)
+        self.loss_module, self.target = dqn.make_loss(config.dqn, actor)
         self.optimizer = optimizer(self.loss_module.parameters(), lr=1e-2, **options)
-        self.update = dqn.make_update(config, self.replay, self.loss_module, self.target, self.optimizer, num_updates=2)
+        self.update = dqn.make_update(config, self.replay, self.loss_module, self.target, self.optimizer)
 
 
 def test_compiled_updates_are_the_eager_ones():
