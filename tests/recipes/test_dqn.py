@@ -30,39 +30,6 @@ from tests.recipes.runs import (
 composer = Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
-PAPER = {  # appendix D of the ReaPER paper
-    "learning_rate": (2.3e-3, 6.3e-4, 6.3e-4),
-    "total_steps": (50_000, 100_000, 100_000),
-    "buffer_size": (100_000, 50_000, 50_000),
-    "learning_starts": (1000, 1000, 1000),
-    "target_update_interval": (10, 250, 250),
-    "batch_size": (64, 128, 128),
-    "train_interval": (256, 4, 4),
-    "gradient_steps": (128, 4, 4),
-    "n_step": (1, 1, 1),
-    "exploration_fraction": (0.16, 0.12, 0.12),
-    "initial_epsilon": (1, 1, 1),
-    "final_epsilon": (0.04, 0.1, 0.1),
-    "evaluation_epsilon": (0.001, 0.001, 0.001),
-    "num_evaluations": (100, 100, 100),
-    "evaluation_episodes": (5, 5, 5),
-    "gamma": (0.99, 0.99, 0.99),
-    "max_grad_norm": (10, 10, 10),
-    "hidden_sizes": ([64, 64], [64, 64], [64, 64]),
-}
-
-
-@pytest.mark.parametrize(
-    ("column", "env", "threshold"), [(0, "cartpole", 475), (1, "acrobot", -100), (2, "lunarlander", 200)]
-)
-def test_presets_are_those_of_the_paper(column, env, threshold):
-    config = composer.composed(f"env={env}")
-    assert config.env.reward_threshold == threshold
-    extensions = {"loss_function": "smooth_l1", "tau": None, "cagrad": None}
-    expected = {key: values[column] for key, values in PAPER.items()} | extensions
-    assert {key: getattr(config.dqn, key) for key in expected} == expected
-
-
 def test_schedules():
     settings = composer.configuration().dqn
     settings.exploration_fraction = 0.5

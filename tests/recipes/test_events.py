@@ -182,45 +182,6 @@ def test_q_columns_are_those_of_the_target_network():
     assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
-THRESHOLDS = {  # table 2
-    "halfcheetah": ((8, 12, 16), (0.2, 0.1, 0.1)),
-    "hopper": ((2.5, 3, 3.5), (0.2, 0.1, 0.1)),
-    "walker2d": ((4, 5, 6, 7), (0.2, 0.1, 0.05, 0.05)),
-    "humanoid": ((5, 7, 10), (0.2, 0.1, 0.1)),
-}
-
-
-@pytest.mark.parametrize("env", THRESHOLDS)
-def test_presets_are_those_of_table_2(env):
-    events = composed("sac", f"env={env}").env.events.values()
-    assert (tuple(event.above for event in events), tuple(event.eta for event in events)) == THRESHOLDS[env]
-    assert {event.history for event in events} == {200}
-
-
-SHARES = {  # table 1
-    "threerooms": {"at_gap": 0.2, "done": 0.3},
-    "obstacles": {
-        "at_spike": 0.1,
-        "at_lava": 0.0625,
-        "at_gap": 0.0625,
-        "pickup_key": 0.0625,
-        "at_door": 0.1125,
-        "done": 0.1,
-    },
-}
-
-
-@pytest.mark.parametrize("env", SHARES)
-def test_presets_are_those_of_table_1(env):
-    cfg = composed("dqn", f"env={env}", "sampler=sset_per")
-    assert {name: event.eta for name, event in cfg.env.events.items()} == SHARES[env]
-    assert {event.history for event in cfg.env.events.values()} == {200 if env == "threerooms" else 50}
-    expected = (20_000, [256], 1e-3) if env == "threerooms" else (100_000, [256, 256], 5e-4)
-    assert (cfg.dqn.buffer_size, cfg.dqn.hidden_sizes, cfg.dqn.learning_rate) == expected
-    assert (cfg.dqn.batch_size, cfg.dqn.tau, cfg.dqn.gamma, cfg.dqn.epsilon(50_000)) == (32, 0.01, 0.99, 0.3)
-    assert cfg.sampler["priority"]["alpha"] == 0.65
-
-
 def test_lunar_lander_conditions():
     lf, lm = "land_between_flags", "land_near_middle"
     #       x     y    vx vy θ ω left right

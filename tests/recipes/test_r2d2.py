@@ -11,7 +11,7 @@ from torchrl.data import Sequence
 
 from recipes import r2d2
 from recipes.common.collector import VectorCollector
-from recipes.common.recurrent import RecurrentBehaviour, RecurrentEpisodes, RecurrentNetwork
+from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
 from recipes.common.replay import end_last_episodes, make_replay
 from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import (
@@ -157,17 +157,6 @@ def test_the_environment_shows_positions_alone():
 
 
 # --- interruptions and errors
-
-
-def test_greedy_episodes_have_separate_memories():
-    network = RecurrentNetwork(2, 2, 8, [8], CPU)
-    together, alone = RecurrentEpisodes(network, 3), RecurrentEpisodes(network, 1)
-    observations = np.random.default_rng(0).normal(size=(5, 3, 2)).astype(np.float32)
-    for number, step in enumerate(observations):
-        together(step[1:] if number == 2 else step, [1, 2] if number == 2 else [0, 1, 2])
-        alone(step[1:2], [0])
-    torch.testing.assert_close(together.state[1], alone.state[0])
-    assert not torch.equal(together.state[0], together.state[1])
 
 
 @pytest.mark.parametrize("more", [0, 80])

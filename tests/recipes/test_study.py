@@ -93,13 +93,6 @@ def test_studies_can_be_run_and_are_the_published_ones(name):
     assert {"also": [], **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
 
 
-def test_seeds_come_first():
-    config = configuration("study.envs=[cartpole,acrobot]")
-    jobs = study.jobs_of(config.study, 2)
-    assert [job.seed for job in jobs] == [0] * 8 + [1] * 8
-    assert jobs[1].command == ["-m", "recipes.dqn", "env=cartpole", "compile=true", "sampler=per", "seed=0"]
-
-
 def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     words = ["study.envs=[cartpole]", "workers=2"]
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
@@ -339,21 +332,6 @@ def test_what_was_written_twice_counts_once(finished):
         np.testing.assert_array_equal(first.steps, second.steps)
 
 
-def test_pairs_are_of_the_same_seed(finished):
-    found = report.read_study(finished)
-    rows = found.rows["cartpole"]
-    for seed, (theirs, ours) in enumerate([(100, 50), (200, 300), (400, 100), (100, 100)]):
-        rows["per"][seed]["reached"], rows["reaper"][seed]["reached"] = str(theirs), str(ours)
-        rows["per"][seed]["final"], rows["reaper"][seed]["final"] = str(-theirs), str(10 - theirs)
-    del rows["per"][4]
-    pairs = found.pairs("cartpole", "reaper", report.steps_of)
-    assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
-    line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
-    # the means are 200 and 137.5
-    assert "| 0.69 [" in line
-    assert line.endswith("| 10.0 [10.0, 10.0] |")
-
-
 def cells_of(found, steps):
     """The cells "reached", "steps: median", "mean" and "ratio" of a variant, given (baseline, variant) of each seed.
 
@@ -400,12 +378,6 @@ def test_a_comparison_with_another_baseline(finished, monkeypatch, capsys):
 )
 def test_numbers_from_censored_runs_are_marked(finished, steps, cells):
     assert cells_of(report.read_study(finished), steps) == cells
-
-
-def test_censored_runs_can_be_drawn(finished):
-    found = report.read_study(finished)
-    cells_of(found, ["100 100"] * 2 + ["100 600+"] * 3)
-    assert "lower bound of a median" in texts(report.draw(found))[1]
 
 
 def test_no_study_there(tmp_path, monkeypatch, capsys):
