@@ -73,7 +73,7 @@ from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Normalizer, make_network, to_tensor
 from recipes.common.replay import make_replay
-from recipes.common.run import Run, prepare
+from recipes.common.run import Run
 from recipes.common.schemas import WITH_Q, ACERConfig, ACERRun
 from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates, total
 from torchrl_replay_ext import (
@@ -153,7 +153,8 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
     else:
         q_network = nn.Sequential(trunk(), q_head)
         critic = TensorDictModule(q_network, in_keys=["observation"], out_keys=["action_value"])
-    return ACERLoss(actor, critic, statistics=acer.statistics, **settings_of(acer))
+    settings: dict[str, Any] = {"statistics": acer.statistics, **settings_of(acer)}
+    return ACERLoss(actor, critic, **settings)
 
 
 def make_continuous_loss(
@@ -291,7 +292,8 @@ def train(config: ACERRun, run_dir: Path) -> int:
     """
     acer = config.acer
     # One environment per evaluation episode. The collector below makes the training environments.
-    device, evaluation = prepare(config, run_dir, make_env)
+    run = Run(config, run_dir, make_env)
+    device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
     assert observed is not None
     if acer.normalize_observations and len(observed) != 1:
@@ -335,13 +337,9 @@ def train(config: ACERRun, run_dir: Path) -> int:
     def columns(_steps: int) -> dict[str, float]:
         return {"training_return": statistics.fmean(collector.returns or [math.nan])}
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=behaviour.most_probable,
         columns=columns,
         losses=tuple(loss_module.out_keys),

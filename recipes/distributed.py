@@ -34,7 +34,7 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.networks import make_network, to_tensor
 from recipes.common.q_values import TargetValues
 from recipes.common.remote import RemoteCollector, RemoteReplay, noticing_lost_actors, runtime
-from recipes.common.run import Run, prepare
+from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun
 from recipes.common.update import make_optimizer
 from recipes.dqn import make_loss, make_update
@@ -49,7 +49,8 @@ def train(config: DistributedRun, run_dir: Path) -> int:
     with runtime(config.address, config.num_collectors, config.num_shards):
         dqn = config.dqn
         # One environment per evaluation episode. The collectors make the training environments.
-        device, evaluation = prepare(config, run_dir, make_discrete_env, remote=True)
+        run = Run(config, run_dir, make_discrete_env, remote=True)
+        device, evaluation = run.device, run.evaluation
         observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
         # Networks and loss.
@@ -70,13 +71,9 @@ def train(config: DistributedRun, run_dir: Path) -> int:
 
         collector = RemoteCollector(config, TensorDictSequential([acting, exploration]), replay)
 
-        run = Run(
-            config,
-            run_dir,
-            device,
-            collector=collector,
-            replay=replay,
-            evaluation=evaluation,
+        run.attach(
+            collector,
+            replay,
             policy=greedy,
             epsilon=dqn.evaluation_epsilon,
             value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,

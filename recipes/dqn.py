@@ -54,7 +54,7 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.networks import make_network, to_tensor
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.replay import loss_keys, make_replay
-from recipes.common.run import Run, prepare
+from recipes.common.run import Run
 from recipes.common.schemas import DQNConfig, DQNRun
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
 from torchrl_replay_ext import clip_gradients
@@ -135,7 +135,8 @@ def train(config: DQNRun, run_dir: Path) -> int:
     """
     dqn = config.dqn
     # One environment per evaluation episode. The collector below makes the training environments.
-    device, evaluation = prepare(config, run_dir, make_discrete_env)
+    run = Run(config, run_dir, make_discrete_env)
+    device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizer and buffer. DQNLoss gives SQUARED TD errors.
@@ -155,13 +156,9 @@ def train(config: DQNRun, run_dir: Path) -> int:
 
     values = TargetValues(loss_module, device)
     of_rooms = room_columns(config.env, values, dqn.gamma)
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=greedy,
         epsilon=dqn.evaluation_epsilon,
         value=values.of_steps if dqn.log_q_mean else None,

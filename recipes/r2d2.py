@@ -48,7 +48,7 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
 from recipes.common.replay import make_replay
-from recipes.common.run import Run, prepare
+from recipes.common.run import Run
 from recipes.common.schemas import R2D2Config, R2D2Run
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates
 from torchrl_replay_ext import clip_gradients
@@ -159,7 +159,8 @@ def train(config: R2D2Run, run_dir: Path) -> int:
     """
     r2d2 = config.r2d2
     # One environment per evaluation episode. The collector below makes the training environments.
-    device, evaluation = prepare(config, run_dir, make_discrete_env)
+    run = Run(config, run_dir, make_discrete_env)
+    device, evaluation = run.device, run.evaluation
     if len(evaluation.observation_space.shape or ()) != 1:
         raise ConfigError(f"env.id={config.env.id}: recipes.r2d2 needs vector observations; use recipes.dqn")
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
@@ -175,13 +176,9 @@ def train(config: R2D2Run, run_dir: Path) -> int:
     behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
     collector = make_collector(config, make_discrete_env, behaviour, on_begin=behaviour.begin)
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=network,
         epsilon=r2d2.evaluation_epsilon,
         losses=("loss",),

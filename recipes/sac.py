@@ -45,7 +45,7 @@ from torchrl.objectives import SACLoss, SoftUpdate
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_continuous_env
 from recipes.common.replay import actor_batches, loss_keys, make_replay
-from recipes.common.run import Run, prepare
+from recipes.common.run import Run
 from recipes.common.schemas import SACConfig, SACRun
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
@@ -164,7 +164,8 @@ def train(config: SACRun, run_dir: Path) -> int:
     """
     sac = config.sac
     # One environment per evaluation episode. The collector below makes the training environments.
-    device, evaluation = prepare(config, run_dir, make_continuous_env)
+    run = Run(config, run_dir, make_continuous_env)
+    device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizers and buffer. SACLoss gives ABSOLUTE TD errors.
@@ -189,13 +190,9 @@ def train(config: SACRun, run_dir: Path) -> int:
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
         state={

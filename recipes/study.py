@@ -204,10 +204,7 @@ class Pool:
 
 
 def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
-    """The keys of the runs in runs.csv. Removes incomplete rows, and curves without a row, left by a killed study."""
-    for path in (out / RUNS, out / CURVES):
-        if path.is_file():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    """The keys of the runs in runs.csv. Removes curves without a row, left by a killed study."""
     done = {tuple(row[name] for name in KEYS) for row in tables.read_rows(out / RUNS)}
     curves = tables.read_rows(out / CURVES)
     whole = [row for row in curves if tuple(row[name] for name in KEYS) in done]

@@ -7,9 +7,9 @@ colour-blind readers.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import yaml
 from matplotlib import style
@@ -44,13 +44,8 @@ STYLE: list[Any] = ["default", _TEXTS["style"]]
 LOOKS = {name: Look(*look) for name, look in _TEXTS["looks"].items()}
 SYMBOLS = {"alpha": "α", "omega": "ω", "eta0": "η₀"}
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def styled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function that draws a figure or writes it: it uses the project's style, whatever matplotlibrc says."""
-    return style.context(STYLE)(function)
+# Decorates a function that draws a figure or writes it: it uses the project's style, whatever matplotlibrc says.
+styled = style.context(STYLE)
 
 
 def label(name: str) -> str:

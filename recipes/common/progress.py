@@ -59,8 +59,9 @@ class Progress:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
             for name, values in (histograms or {}).items():
+                data: Any = values.cpu().numpy()
                 bins: Any = "auto" if self._backend == "tensorboard" else 64
-                self.logger.log_histogram(name, values.cpu().numpy(), step=int(row["env_steps"]), bins=bins)
+                self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
 
     def flush(self) -> None:
         """Write the rows that could not be written before. If it raises OSError, the file is unchanged."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
 from torchrl.checkpoint import GlobalRNGState
-from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.common.checkpoint import load_checkpoint, save_checkpoint
@@ -39,34 +38,6 @@ if TYPE_CHECKING:
     from recipes.common.remote import RemoteCollector
 
 CURVE = "learning_curve.png"
-
-
-def prepare(
-    config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env], *, remote: bool = False
-) -> tuple[torch.device, Evaluation]:
-    """Check the run directory and the device, set threads and seeds, and make the environments of the evaluations.
-
-    Args:
-        config: the configuration.
-        run_dir: directory of the run.
-        make: makes an environment from its configuration, see recipes.common.environment.
-        remote: whether the buffer is in other processes, on the CPU. Default: False, it is on the device.
-
-    Returns:
-        The device of the networks, and the evaluation, with an environment for each of its episodes.
-    """
-    if config.resume is None and (run_dir / CONFIG).exists():
-        raise ConfigError(f"{run_dir} holds a run already: resume it (resume={run_dir}) or choose another directory")
-    device = find_device(config.device)
-    if config.cudagraphs and device.type != "cuda":
-        raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {device}")
-    torch.set_num_threads(config.num_threads)
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
-    evaluation = Evaluation(make, config.env, config.learning.evaluation_episodes)
-    require_memory(config, evaluation.observation_space, torch.device("cpu") if remote else device)
-    return device, evaluation
 
 
 def save_config(config: RunConfig, run_dir: Path) -> None:
@@ -115,7 +86,9 @@ class Counters:
 class Run:
     """A training run: everything around the loop that the recipe writes.
 
-        run = Run(config, run_dir, device, collector=collector, replay=replay, evaluation=evaluation, ...)
+        run = Run(config, run_dir, make_env)
+        ...                              # networks, optimizers, buffer and collector, on run.device
+        run.attach(collector, replay, policy=policy, losses=("loss",), state={"loss": loss_module, ...})
         with run:
             while run.continues():
                 data = run.collect()
@@ -125,7 +98,7 @@ class Run:
         return run.exit_code
 
     The directory of the run receives config.yaml, progress.csv, learning_curve.png and checkpoint.zip. The checkpoint
-    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by the constructor, so
+    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by :meth:`attach`, so
     graphs must be compiled, and the steps of optimizers made, after it.
 
     Ctrl-C ends the loop after the current round. An error of a lost process (LostProcess) inside the ``with`` block
@@ -134,53 +107,62 @@ class Run:
     Args:
         config: the configuration.
         run_dir: directory of the run.
-        device: device of the networks.
-        collector: yields batches of transitions.
-        replay: the buffer, a TensorDictReplayBuffer or a RemoteReplay.
-        evaluation: the environments of evaluations.
-        policy: the policy to evaluate; see recipes.common.evaluation.evaluate.
-        losses: names of the numbers that the updates return; the progress bar shows the first two.
-        state: networks, optimizers and other objects with state, for the checkpoint.
-        epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
-        value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
-        columns: maps the number of env steps to further numbers to log. Default: none.
+        make: makes an environment from its configuration, see recipes.common.environment.
+        remote: whether the buffer is in other processes, on the CPU. Default: False, it is on the device.
+
+    Raises:
+        ConfigError: if the directory holds another run, the device does not fit, or the buffer is too large for it.
     """
 
-    def __init__(
+    def __init__(self, config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env], *, remote: bool = False):
+        if config.resume is None and (run_dir / CONFIG).exists():
+            way = f"resume it (resume={run_dir}) or choose another directory"
+            raise ConfigError(f"{run_dir} holds a run already: {way}")
+        self._config, self._run_dir, self._is_local, self.exit_code = config, run_dir, not remote, FAILED
+        self.device = find_device(config.device)
+        """Device of the networks."""
+        if config.cudagraphs and self.device.type != "cuda":
+            raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {self.device}")
+        torch.set_num_threads(config.num_threads)
+        random.seed(config.seed)
+        np.random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        self.evaluation = Evaluation(make, config.env, config.learning.evaluation_episodes)
+        """The environments of evaluations, one for each episode."""
+        require_memory(config, self.evaluation.observation_space, torch.device("cpu") if remote else self.device)
+
+    def attach(
         self,
-        config: RunConfig,
-        run_dir: Path,
-        device: torch.device,
-        *,
         collector: "VectorCollector | RemoteCollector",
         replay: Any,
-        evaluation: Evaluation,
+        *,
         policy: Policy,
         losses: Sequence[str],
         state: Mapping[str, Any],
         epsilon: float = 0.0,
         value: Value | None = None,
         columns: Callable[[int], dict[str, float]] = lambda _steps: {},
-    ):
-        self._config, self._run_dir, self._collector, self._replay = config, run_dir, collector, replay
-        self._evaluation, self._policy, self._epsilon, self._value = evaluation, policy, epsilon, value
-        self._loss_names, self._columns = losses, columns
-        self._is_local = isinstance(replay, TensorDictReplayBuffer)
-        self._batches = iter(collector)
-        self._counters = Counters()
-        self._losses = Means()
-        self._state = {
-            **state,
-            "replay": replay,
-            "collector": collector,
-            "losses": self._losses,
-            # the attributes themselves: loading a checkpoint sets them
-            "counters": vars(self._counters),
-            "global_rng": GlobalRNGState(),
-        }
-        self.exit_code = FAILED
+    ) -> None:
+        """Set what the loop works with, and load the checkpoint of a resumed run.
+
+        Args:
+            collector: yields batches of transitions.
+            replay: the buffer, a TensorDictReplayBuffer or a RemoteReplay.
+            policy: the policy to evaluate; see recipes.common.evaluation.Policy.
+            losses: names of the numbers that the updates return; the progress bar shows the first two.
+            state: networks, optimizers and other objects with state, for the checkpoint.
+            epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
+            value: values of observations and actions, see recipes.common.evaluation.Value. Default: None.
+            columns: maps the number of env steps to further numbers to log. Default: none.
+        """
+        config, self._collector, self._replay, self._policy = self._config, collector, replay, policy
+        self._epsilon, self._value, self._loss_names, self._columns = epsilon, value, losses, columns
+        self._batches, self._counters, self._losses = iter(collector), Counters(), Means()
+        # the attributes of the counters themselves: loading a checkpoint sets them
+        own = {"losses": self._losses, "counters": vars(self._counters), "global_rng": GlobalRNGState()}
+        self._state = {**state, "replay": replay, "collector": collector, **own}
         if config.resume is not None:
-            load_checkpoint(run_dir, device, **self._state)
+            load_checkpoint(self._run_dir, self.device, **self._state)
             lost = collector.resume()
             if lost and not self._finished():
                 if not collector.holds_newest:
@@ -188,7 +170,7 @@ class Run:
                 text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
                 warn(f"{text}; they start new episodes")
         self._previous_steps = self._counters.env_steps
-        self._camera = Camera(config.env, run_dir) if config.video else None
+        self._camera = Camera(config.env, self._run_dir) if config.video else None
 
     @property
     def updates(self) -> int:
@@ -203,7 +185,7 @@ class Run:
     def __enter__(self) -> "Run":
         config, run_dir = self._config, self._run_dir
         with ExitStack() as opened:
-            opened.callback(self._evaluation.close)
+            opened.callback(self.evaluation.close)
             opened.callback(self._collector.shutdown)
             if self._camera is not None:
                 opened.callback(self._camera.close)
@@ -259,7 +241,7 @@ class Run:
         row = {
             "env_steps": self.env_steps,
             "updates": counters.updates,
-            **self._evaluation.columns(self._policy, epsilon=self._epsilon, seed=seed, value=self._value),
+            **self.evaluation.columns(self._policy, epsilon=self._epsilon, seed=seed, value=self._value),
             **self._columns(self.env_steps),
             **self._losses.take(self._loss_names),
             "wall_time": time.time() - self._started,
@@ -268,10 +250,11 @@ class Run:
         histograms: dict[str, Tensor] = {}
         if self._is_local:
             require_frames(self._replay)
-            if isinstance(self._replay.sampler, PRIORITIZED):
-                row |= {f"sampler/{key}": value.item() for key, value in self._replay.sampler.stats().items()}
+            sampler: Any = self._replay.sampler
+            if isinstance(sampler, PRIORITIZED):
+                row |= {f"sampler/{key}": value.item() for key, value in sampler.stats().items()}
                 if config.logger.backend is not None:
-                    share = self._replay.sampler.probabilities(self._replay.storage)
+                    share = sampler.probabilities(self._replay.storage)
                     # relative to uniform sampling
                     histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         self._progress.write(row, histograms)

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,44 +15,22 @@ KEYS = ("recipe", "env", "variant", "seed")  # columns of runs.csv and curves.cs
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Append rows to a CSV and sync it to the disk. If it raises OSError, the rows in the file are unchanged.
+    """Append rows to a CSV. If it raises OSError, the file is unchanged. See `rewrite`."""
+    rewrite(path, [*(read_csv(path) if path.is_file() else []), *rows])
 
-    If the rows have columns that the file lacks, as with a file of an earlier version, these columns are added to it.
-    A value that is missing is "nan".
+
+def rewrite(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Replace the content of a CSV by `rows`, atomically; without rows, delete the file.
+
+    The rows may have different columns, as those of an earlier version do; a value that is missing is "nan".
     """
-    columns = list(rows[0])
-    if path.is_file() and (before := read_csv(path)):
-        columns = list(dict.fromkeys([*before[0], *columns]))
-        if len(columns) > len(before[0]):
-            rewrite(path, [dict.fromkeys(columns, "nan") | row for row in before])
-    length = path.stat().st_size if path.is_file() else 0
-    try:
-        with path.open("a", newline="") as file:
-            file.write(_lines(rows, columns, header=not length))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        if path.is_file():
-            os.truncate(path, length)
-        raise
-
-
-def rewrite(path: Path, rows: list[dict[str, str]]) -> None:
-    """Replace the content of a CSV by `rows`, atomically; without rows, delete the file."""
     if not rows:
         path.unlink()
         return
     with atomic_write(path) as partial, partial.open("w", newline="") as file:
-        file.write(_lines(rows, list(rows[0]), header=True))
-
-
-def _lines(rows: Sequence[Mapping[str, object]], columns: Sequence[str], *, header: bool) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, restval="nan")
-    if header:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="nan")
         writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+        writer.writerows(rows)
 
 
 def read_csv(path: Path, needs: Sequence[str] = ()) -> list[dict[str, str]]:

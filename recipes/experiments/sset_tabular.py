@@ -24,6 +24,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -86,7 +87,7 @@ def make_stream(world: Rooms, truth: np.ndarray, seed: int) -> TensorDict:
         rows.append((state, action, world.state, reward, terminated, done, events["at_gap"], events["done"]))
         if done:
             env.reset()
-    following = ("state", "reward", "terminated", "done", ("events", "at_gap"), ("events", "done"))
+    following: Any = ("state", "reward", "terminated", "done", ("events", "at_gap"), ("events", "done"))
     stream = TensorDict({"next": TensorDict({}, [STEPS])}, [STEPS])
     state, action, *others = map(torch.tensor, zip(*rows, strict=True))
     stream["state"], stream["action"] = state, action

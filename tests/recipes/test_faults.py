@@ -13,7 +13,7 @@ import pytest
 
 from recipes import dqn
 from recipes.common import run as training
-from recipes.common import tables
+from recipes.common import files
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.config import LoggerConfig
 from recipes.common.errors import ConfigError
@@ -146,7 +146,7 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(tables.os, "fsync", full)
+        patch.setattr(files.os, "fsync", full)
         for step in (2, 3):
             record.write({"env_steps": step, "loss": 0.25})
         with pytest.raises(OSError, match="No space left"):
