@@ -110,21 +110,11 @@ def torchrl_loop(clock: Clock) -> None:
 def stable_baselines3_loop(clock: Clock) -> None:
     """DQN of stable-baselines3, which has uniform replay only."""
     settings = configuration().dqn
-    model = import_module("stable_baselines3").DQN(
-        "MlpPolicy",
-        "CartPole-v1",
-        learning_rate=settings.learning_rate,
-        buffer_size=settings.buffer_size,
-        learning_starts=0,
-        batch_size=settings.batch_size,
-        train_freq=settings.train_interval,
-        gradient_steps=settings.gradient_steps,
-        target_update_interval=settings.target_update_interval,
-        exploration_initial_eps=0.1,
-        exploration_final_eps=0.1,
-        policy_kwargs={"net_arch": list(settings.hidden_sizes)},
-        device="cpu",
-    )
+    names = ("learning_rate", "buffer_size", "batch_size", "gradient_steps", "target_update_interval")
+    options = {name: getattr(settings, name) for name in names} | {"learning_starts": 0, "device": "cpu"}
+    options |= {"train_freq": settings.train_interval, "policy_kwargs": {"net_arch": list(settings.hidden_sizes)}}
+    options |= {"exploration_initial_eps": 0.1, "exploration_final_eps": 0.1}
+    model = import_module("stable_baselines3").DQN("MlpPolicy", "CartPole-v1", **options)
     model.learn(10**9, callback=lambda *_: clock(model.num_timesteps), log_interval=None)
 
 

@@ -20,9 +20,10 @@ from recipes.benchmark import buffers
 from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row
 from recipes.benchmark.timing import Case, measure, skipping
-from recipes.common.cli import parse_config, schema_of
+from recipes.common.cli import parse_config
 from recipes.common.networks import make_network
 from recipes.common.options import compose_config
+from recipes.common.schemas import SCHEMAS
 from recipes.common.update import make_optimizer
 from torchrl_replay_ext import compile_step
 
@@ -47,7 +48,7 @@ def contenders(device: torch.device) -> list[tuple[str, str, str]]:
 def configuration(*words: str, **settings: object) -> Any:
     """The configuration of recipes.dqn with SETTINGS and these words and settings."""
     own = [f"dqn.{key}={value}" for key, value in (SETTINGS | settings).items()]
-    return parse_config(compose_config("dqn", [*own, *words]), schema_of("dqn"))
+    return parse_config(compose_config("dqn", [*own, *words]), SCHEMAS["dqn"])
 
 
 def agent(device: torch.device) -> tuple[QValueActor, DQNLoss, TargetNetUpdater]:

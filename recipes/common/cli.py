@@ -57,7 +57,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         jobs = [options.words]
         with explained(name, options.words):
             if options.help:
-                print(help_text(name, schema_of(name), options.words))
+                print(help_text(name, SCHEMAS[name.split(".")[-1]], options.words))
                 sys.exit(DONE)
             if options.multirun:
                 overrides = OverridesParser.create().parse_overrides(options.words)
@@ -73,11 +73,6 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED)
     sys.exit(DONE)
-
-
-def schema_of(name: str) -> type:
-    """The class of a recipe's configuration."""
-    return SCHEMAS[name.split(".")[-1]]
 
 
 @contextmanager
@@ -112,7 +107,7 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
     if config.get("resume") is not None:
         run_dir = Path(config.resume)
         config = resumed_config(config, run_dir, words)
-    parsed = parse_config(config, schema_of(name))
+    parsed = parse_config(config, SCHEMAS[name.split(".")[-1]])
     if study := getattr(parsed, "study", None):
         for variant, env in itertools.product(study.variants, study.envs):
             try:

@@ -304,7 +304,7 @@ class ACERRun(RunConfig):
         self.acer.require("train_interval", interval == steps, f"must be num_envs · acer.slice_len = {steps}")
         super().__post_init__()
         if self.sampler["name"] in EVENT_TABLES and self.sampler.get("retention", "pinned") == "pinned":
-            raise ValueError("sampler.retention=pinned: transitions of slices must stay in their order; use ring")
+            raise ValueError("sampler.retention=pinned: in slices, transitions must stay in their order; use ring")
 
 
 @dataclass

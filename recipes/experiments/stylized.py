@@ -66,12 +66,6 @@ def argmax_random_ties(score: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(score.shape, generator=generator).masked_fill(~is_largest, -1.0).argmax(1)
 
 
-def select_uniform(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """A uniformly random transition."""
-    rows, length = td_error.shape
-    return torch.randint(length, (rows,), generator=generator)
-
-
 def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
     """The transition with the largest reliability-adjusted TD error, Ψ_t = R_t |δ_t| (Eq. 5)."""
     episode = torch.arange(len(td_error)).repeat_interleave(td_error.shape[1])
@@ -80,16 +74,12 @@ def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor
     return argmax_random_ties(score, generator)
 
 
-def select_oracle(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """The last transition whose TD error is not zero."""
-    return td_error.shape[1] - 1 - (td_error != 0).flip(1).int().argmax(1)
-
-
+# Strategy -> function of |δ| [episodes, n] and a generator that chooses a transition of each episode, [episodes].
 STRATEGIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "uniform": select_uniform,
+    "uniform": lambda error, generator: torch.randint(error.shape[1], error.shape[:1], generator=generator),
     "PER-g": argmax_random_ties,
     "ReaPER-g": select_reaper_greedy,
-    "oracle": select_oracle,
+    "oracle": lambda error, _: error.shape[1] - 1 - (error != 0).flip(1).int().argmax(1),
 }
 
 

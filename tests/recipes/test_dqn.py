@@ -1,7 +1,6 @@
 """DQN: the runs that the recipe makes, its presets, its errors and its command."""
 
 import importlib.util
-import os
 import signal
 import time
 
@@ -11,7 +10,6 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
-from recipes.common import evaluation
 from recipes.common import run as training
 from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import VectorCollector
@@ -20,7 +18,6 @@ from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
 from tests.recipes.runs import (
     Composer,
-    assert_same_runs,
     command,
     rows,
     stop_after,
@@ -50,28 +47,6 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
     assert "reached 1 at step 32" in capsys.readouterr().out
-
-
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
-    """Ctrl-C at the first evaluation; how other runs resume is in test_resume.py."""
-    evaluate = evaluation.evaluate
-
-    def interrupt(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **options)
-
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    monkeypatch.setattr(evaluation, "evaluate", interrupt)
-    assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    assert (run_dir / "learning_curve.png").is_file()
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    (first,) = rows(run_dir)
-    assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
-    table = rows(run_dir)
-    assert table[0] == first and float(table[1]["wall_time"]) > float(first["wall_time"])
-    assert dqn.train(composer.configuration(), whole) == DONE
-    assert_same_runs(whole, run_dir)
 
 
 def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):

@@ -12,8 +12,8 @@ import zipfile
 import pytest
 
 from recipes import dqn
-from recipes.common import run as training
 from recipes.common import files
+from recipes.common import run as training
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.config import LoggerConfig
 from recipes.common.errors import ConfigError
