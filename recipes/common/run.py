@@ -48,10 +48,8 @@ def save_config(config: RunConfig, run_dir: Path) -> None:
 
 def find_device(name: str) -> torch.device:
     """The torch device of this name; `auto` is the first CUDA device, or the CPU if there is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
@@ -251,7 +249,7 @@ class Run:
         if self._is_local:
             require_frames(self._replay)
             sampler: Any = self._replay.sampler
-            if isinstance(sampler, PRIORITIZED):
+            if type(sampler) in PRIORITIZED:
                 row |= {f"sampler/{key}": value.item() for key, value in sampler.stats().items()}
                 if config.logger.backend is not None:
                     share = sampler.probabilities(self._replay.storage)

@@ -79,15 +79,16 @@ def make_round(
     return write_and_update
 
 
-class RMSProp(torch.optim.Optimizer):
+class RMSProp:
     """RMSProp, centered as in the DQN paper (Graves 2013, eqs. 38-41, without momentum) or not centered as in A3C.
 
     n ← ρ n + (1 − ρ) g²,  m ← ρ m + (1 − ρ) g,  x ← x − lr g / √(n − m² + ε)
 
-    torch.optim.RMSprop adds ε outside the root; there, rounding can make the number under the root negative.
+    torch.optim.RMSprop adds ε outside the root; there, rounding can make the number under the root negative. A call
+    makes a step, which a graph can contain.
 
     Args:
-        parameters: the parameters, one group.
+        parameters: the parameters.
         lr: learning rate.
         decay: ρ, in [0, 1). Default: 0.95.
         eps: ε, > 0. The DQN paper's 0.01 is for a sum over a batch of 32, which is 0.01 / 32² for a mean. Default:
@@ -98,51 +99,40 @@ class RMSProp(torch.optim.Optimizer):
         ValueError: if `decay` or `eps` is out of range.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        lr: float,
-        *,
-        decay: float = 0.95,
-        eps: float = 0.01 / 32**2,
-        centered: bool = True,
-    ):
+    def __init__(self, parameters: Iterable[Tensor], lr: float, decay=0.95, eps=0.01 / 32**2, centered=True):
         if not (0 <= decay < 1 and eps > 0):
             raise ValueError(f"RMSProp(decay={decay}, eps={eps}): decay must be in [0, 1), eps > 0")
-        super().__init__(parameters, {"lr": lr, "decay": decay, "eps": eps, "centered": centered})
-        (group,) = self.param_groups
-        for parameter in group["params"]:
-            means = {"mean": torch.zeros_like(parameter)} if centered else {}
-            self.state[parameter] = {"square": torch.zeros_like(parameter), **means}
-
-
-class RMSPropStep:
-    """The step of an RMSProp in a form that torch.compile can trace. Uses and changes the optimizer's state."""
-
-    def __init__(self, optimizer: RMSProp):
-        (self._group,) = optimizer.param_groups
-        self.parameters: list[Tensor] = self._group["params"]
-        states = [optimizer.state[parameter] for parameter in self.parameters]
-        self._squares = [state["square"] for state in states]
-        self._means = [state.get("mean") for state in states]
+        self.parameters = list(parameters)
+        self._lr, self._decay, self._eps, self._centered = lr, decay, eps, centered
+        self._squares, self._means = ([torch.zeros_like(each) for each in self.parameters] for _ in range(2))
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Make one step with these gradients of the parameters."""
-        decay, columns = self._group["decay"], (self.parameters, gradients, self._squares, self._means)
+        columns = (self.parameters, gradients, self._squares, self._means)
         for parameter, gradient, square, mean in zip(*columns, strict=True):
-            square.mul_(decay).addcmul_(gradient, gradient, value=1 - decay)
+            square.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
             variance = square
-            if mean is not None:
-                mean.lerp_(gradient, 1 - decay)
+            if self._centered:
+                mean.lerp_(gradient, 1 - self._decay)
                 # rounding can make the difference negative
                 variance = (square - mean * mean).clamp_min(0)
-            parameter.sub_(self._group["lr"] * gradient / (variance + self._group["eps"]).sqrt())
+            parameter.sub_(self._lr * gradient / (variance + self._eps).sqrt())
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """The means n and m of each parameter."""
+        return {"squares": self._squares, "means": self._means}
+
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        saved = [*state["squares"], *state["means"]]
+        for own, value in zip([*self._squares, *self._means], saved, strict=True):
+            own.copy_(value)
 
 
-def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSPropStep:
+def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSProp:
     """The step of an optimizer as a function of the gradients, which a graph can contain."""
-    return RMSPropStep(optimizer) if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
+    return optimizer if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
 
 
 def make_optimizer(

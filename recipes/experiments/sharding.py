@@ -93,7 +93,7 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
         write_wall, _ = measure_calls(lambda: buffer.extend(take(stream, images=images)), max(cycles // 4, 1))
     finally:
         buffer.shutdown()
-    size = take(stream, images=images)[:1].bytes()
+    size = take(stream, images=images).bytes() // WRITTEN
     return dict(zip(COLUMNS, (num_shards, size, wall, cpu, write_wall), strict=True))
 
 
