@@ -75,7 +75,7 @@ from recipes.common.networks import Normalizer, make_network, to_tensor
 from recipes.common.replay import make_replay
 from recipes.common.run import Run
 from recipes.common.schemas import WITH_Q, ACERConfig, ACERRun
-from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates, total
+from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
@@ -263,7 +263,8 @@ def make_updates(
         batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
         losses = dict(loss_module(batch, shifted=shifted).items())
         sample["td_error"] = batch["td_error"].reshape(-1)
-        gradients = torch.autograd.grad(total(losses), optimizer_step.parameters)
+        loss = sum(value for name, value in losses.items() if name.startswith("loss"))  # the others are only logged
+        gradients = torch.autograd.grad(loss, optimizer_step.parameters)  # pyright: ignore[reportArgumentType]
         optimizer_step(clip_gradients(gradients, acer.max_grad_norm))
         average_policy.step()
         return stack_updates([losses])

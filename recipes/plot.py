@@ -91,10 +91,8 @@ def main() -> None:
             options = ("out", "columns", "by", "smooth", "solved")
             ignored = any(getattr(arguments, name) != parser.get_default(name) for name in options)
             if ignored or len(arguments.runs) > 1:
-                raise ConfigError(
-                    f"{studies[0]}: one study at a time, and no option but --baseline; table and figure go to the "
-                    "study's directory. For other figures pass --read <that directory>/curves.csv --by variant"
-                )
+                text = "one study at a time, and no option but --baseline; table and figure go to its directory"
+                raise ConfigError(f"{studies[0]}: {text}. Other figures: --read <directory>/curves.csv --by variant")
             out = study_directory(studies[0].removeprefix("study="))
             print(report(out, arguments.baseline))
             return

@@ -190,16 +190,13 @@ def train(config: SACRun, run_dir: Path) -> int:
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
+    named = {f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}
     run.attach(
         collector,
         replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-        state={
-            "loss": loss_module,
-            "behaviour": behaviour,
-            **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
-        },
+        state={"loss": loss_module, "behaviour": behaviour, **named},
     )
     update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)

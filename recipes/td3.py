@@ -205,17 +205,13 @@ def train(config: TD3Run, run_dir: Path) -> int:
     behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
+    named = dict(zip(("actor_optimizer", "critic_optimizer"), optimizers, strict=True))
     run.attach(
         collector,
         replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
-        state={
-            "loss": loss_module,
-            **dict(zip(("actor_optimizer", "critic_optimizer"), optimizers, strict=True)),
-            "noise": noise,
-            "behaviour": behaviour,
-        },
+        state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **named},
     )
     update = make_update(config, replay, loss_module, target, *optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)

@@ -18,14 +18,9 @@ UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only
 TABLES = {
     "extend": ("write rows to {capacity:,} slots, µs (times {reference})", "{case} {written}"),
     "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "batch {batch_size}"),
-    "updates": (
-        "update, {capacity:,} slots, µs (more than with uniform draws; divided by the same of TorchRL's PER)",
-        "{case}, batch {batch_size}",
-    ),
-    "compile": (
-        "write {written} + sample {batch_size} + update, {capacity:,} slots: compilation, s (times {reference})",
-        "{case} cache",
-    ),
+    # times: what a sampler adds, divided by what TorchRL's PER adds
+    "updates": ("update, {capacity:,} slots, µs (beyond uniform; times TorchRL's PER)", "{case}, batch {batch_size}"),
+    "compile": ("compile write {written}, cycle {batch_size} of {capacity:,}, s (times {reference})", "{case} cache"),
     "training": ("training, CPU time of one environment step, µs (times {reference})", "{case}"),
 }
 

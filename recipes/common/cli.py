@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -30,8 +30,6 @@ from recipes.common.schemas import SCHEMAS
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
-
-Schema = TypeVar("Schema")
 
 OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 
@@ -162,14 +160,14 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
     return resumed
 
 
-def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schema:
+def parse_config(config: DictConfig | ListConfig, schema: Any) -> Any:
     """The configuration as a `schema` dataclass.
 
     Raises:
         ConfigError: if a key is unknown or missing, or a value has the wrong type or is out of range.
     """
     try:
-        parsed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
     except ConfigKeyError as error:
         where, _, key = str(error.full_key).rpartition(".")
         names = [field.name for field in fields(error.object_type)] if is_dataclass(error.object_type) else []
@@ -179,8 +177,6 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(parsed, schema)
-    return parsed
 
 
 @contextmanager

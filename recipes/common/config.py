@@ -119,14 +119,11 @@ class EnvConfig(Checked):
         names = [*self.evaluations, *(value for values in self.return_by.values() for value in values)]
         for name in names:
             if not name.isidentifier() or name == "mean" or names.count(name) > 1:
-                raise ValueError(
-                    f"env.evaluations, env.return_by: {name} must be an identifier other than mean, and occur once: it "
-                    f"names the column return_{name}"
-                )
-        scores = self.random_score, self.human_score
-        if scores != (None, None) and (None in scores or scores[0] == scores[1]):
-            text = "must be two different numbers or both null"
-            raise ValueError(f"env.random_score={scores[0]}, env.human_score={scores[1]}: {text}")
+                text = f"{name} must be an identifier other than mean, and occur once; it names return_{name}"
+                raise ValueError(f"env.evaluations, env.return_by: {text}")
+        scores = {self.random_score, self.human_score}
+        fitting = scores == {None} or (None not in scores and len(scores) == 2)
+        self.require("random_score", fitting, "it and env.human_score must be two different numbers or both null")
         share = sum(event.largest_eta for event in self.events.values())
         if share > 1 + 1e-9:
             raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
@@ -274,12 +271,8 @@ class RunConfig(Checked):
             text = "has no events; define some, as in conf/env/threerooms.yaml"
             raise ValueError(f"sampler={name}: env={self.env.name} {text}")
         others = [event for event in self.env.events if event not in self.env.flags]
-        learning.require(
-            "n_step",
-            learning.n_step == 1 or not others,
-            f"{', '.join(others)} of env.events depends on the reward or observation of one step; use events that the "
-            "environment signals, or n_step=1",
-        )
+        text = "depends on the reward or observation of one step; use flags of the environment, or n_step=1"
+        learning.require("n_step", learning.n_step == 1 or not others, f"{', '.join(others)} of env.events {text}")
 
     def require_divides(self, key: str, multiple: str) -> None:
         """Raise ConfigError unless the value of `key` divides the hyperparameter `multiple`."""

@@ -97,8 +97,6 @@ def _make(config: EnvConfig, training: bool) -> gymnasium.Env:
         info = env.step(env.action_space.sample())[4]
         found = [name for name, value in info.items() if isinstance(value, (bool, np.bool_))]
         if missing := [name for name in config.flags if name not in found]:
-            raise ConfigError(
-                f"env.events: the info of {config.id} has no flag {', '.join(missing)}; its flags are "
-                f"{', '.join(found) or 'none'}"
-            )
+            flags = f"has no flag {', '.join(missing)}; its flags are {', '.join(found) or 'none'}"
+            raise ConfigError(f"env.events: the info of {config.id} {flags}")
     return env

@@ -89,10 +89,8 @@ class Evaluation:
         if config.return_by:
             info = self.envs[0].reset(seed=0)[1]
             if missing := [entry for entry in config.return_by if entry not in info]:
-                raise ConfigError(
-                    f"env.return_by.{missing[0]}: the info of {config.id} has no such entry; its entries are "
-                    f"{', '.join(map(str, info)) or 'none'}"
-                )
+                text = f"has no such entry; its entries are {', '.join(map(str, info)) or 'none'}"
+                raise ConfigError(f"env.return_by.{missing[0]}: the info of {config.id} {text}")
         others = {name: replace(config, options=config.options | more) for name, more in config.evaluations.items()}
         self._further = {name: [make(other) for _ in range(episodes)] for name, other in others.items()}
 

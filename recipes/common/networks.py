@@ -92,9 +92,8 @@ class Normalizer(nn.Module):
     def __init__(self, size: int, *, active: bool):
         super().__init__()
         self.active = active
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        for name, length in (("mean", size), ("square", size), ("count", 1)):
+            self.register_buffer(name, torch.zeros(length, dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, observations: Tensor) -> None:

@@ -76,10 +76,9 @@ def _no_such_choice(group: str, name: str, recipe: str) -> str:
     family, names = name.split("/")[0], choices_of(group)
     fitting = [f"recipes.{key}" for key, settings in RECIPES.items() if family in choices_of(settings)]
     if group == RECIPES.get(recipe) and family in (*choices_of("env"), "atari"):
-        return (
-            f"env={name}: recipes.{recipe} has no settings for it; use {' or '.join(fitting) or 'another recipe'}, or "
-            f"those of another environment, as in {group}={names[0]} env={name}"
-        )
+        other = f"those of another environment, as in {group}={names[0]} env={name}"
+        ways = " or ".join(fitting) or "another recipe"
+        return f"env={name}: recipes.{recipe} has no settings for it; use {ways}, or {other}"
     hint = did_you_mean(name, names) or f"; choose {', '.join(each for each in names if '/' not in each)}"
     return f"{group}={name}: there is no such choice{hint}"
 

@@ -74,10 +74,8 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
                 raise ConfigError(f"address={address}: {error}") from error
             started.callback(ray.shutdown)
         if (available := ray.cluster_resources().get("CPU", 0)) < num_actors:
-            raise ConfigError(
-                f"num_collectors={num_collectors} num_shards={num_shards}: they need {num_actors} CPUs, the cluster "
-                f"has {available:g}; reduce num_collectors"
-            )
+            text = f"they need {num_actors} CPUs, the cluster has {available:g}; reduce num_collectors"
+            raise ConfigError(f"num_collectors={num_collectors} num_shards={num_shards}: {text}")
         yield
 
 
@@ -224,6 +222,7 @@ class RemoteCollector:
         self._seed, self._starts, self._replay = config.seed, 0, replay
         self._policy, self.steps_of_batch = policy, config.learning.train_interval
         count, keys = config.num_collectors, (*STORED_KEYS, *((*FLAGS, name) for name in config.env.flags))
+        own: dict[str, Any] = {"auto_register_policy_transforms": False}
         self._collector = RayCollector(
             [partial(make_remote_env, config.env, config.num_envs)] * count,
             policy,
@@ -233,10 +232,7 @@ class RemoteCollector:
             sync=False,
             update_after_each_batch=True,
             remote_configs={"num_cpus": 1},
-            collector_kwargs=[
-                {"postproc": partial(stored_rows, worker, count, keys), "auto_register_policy_transforms": False}
-                for worker in range(count)
-            ],
+            collector_kwargs=[own | {"postproc": partial(stored_rows, worker, count, keys)} for worker in range(count)],
         )
 
     def __iter__(self) -> Iterator[TensorDictBase]:

@@ -64,10 +64,8 @@ def require_memory(config: RunConfig, space: gymnasium.Space, device: torch.devi
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size * stored > memory:
-        raise ConfigError(
-            f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, and {device} has "
-            f"{memory / 1e9:,.1f} GB; choose at most {memory // stored}"
-        )
+        text = f"and {device} has {memory / 1e9:,.1f} GB; choose at most {memory // stored}"
+        raise ConfigError(f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, {text}")
 
 
 def make_replay(

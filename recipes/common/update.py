@@ -1,7 +1,6 @@
 """Updates of a round, eager or as compiled graphs, and optimizers that can be chosen by name: Adam and RMSProp."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +15,6 @@ from torchrl_replay_ext import AdamStep, compile_step
 # Writes new transitions to the buffer, unless they are None, and makes a fixed number of updates. Returns the numbers
 # to log, as tensors [updates].
 Update = Callable[[TensorDictBase | None], dict[str, Tensor]]
-
-
-def total(losses: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
-    """The sum of the entries whose names begin with "loss"; the other entries are only logged."""
-    return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
 
 
 def weight_factor(batch: TensorDictBase, weights: str) -> Tensor | float:

@@ -47,6 +47,7 @@ class Camera:
             message = str(error) or type(error).__name__
             raise ConfigError(f"video=true: {config.id} cannot be rendered here: {message}") from error
         self._env = gymnasium.wrappers.RenderCollection(gymnasium.wrappers.TimeLimit(env, MAX_STEPS))
+        self.close = self._env.close
         self._directory = run_dir / VIDEOS
         # Keep every n-th frame, so that the GIF has the speed of the game.
         speed = float(env.metadata.get("render_fps") or FRAMES_PER_SECOND)
@@ -73,7 +74,3 @@ class Camera:
         self._directory.mkdir(exist_ok=True)
         with atomic_write(self._directory / f"step_{step}.gif") as path:
             images[0].save(path, save_all=True, append_images=images[1:], duration=self._duration, loop=0)
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._env.close()

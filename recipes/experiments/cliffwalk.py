@@ -19,7 +19,6 @@ prints a table and writes ``cliffwalk.csv``, with one row per run, and the figur
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -223,4 +222,4 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -22,7 +22,6 @@ draws the figure of an earlier run.
 
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -196,4 +195,4 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -20,7 +20,6 @@ equals the oracle for every offset.
 run.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -110,14 +109,13 @@ def count_updates(strategy: str, q_values: Tensor, generator: torch.Generator) -
         updates[episode] += 1
 
 
-def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[dict]:
+def run(lengths: list[int], seeds: int, seed: int = 0) -> list[dict]:
     """Count the updates of every strategy in every condition.
 
     Args:
         lengths: episode lengths.
         seeds: number of independent episodes per mean.
         seed: seed of the random choices. Default: 0.
-        offset: see :func:`initial_q_values`; taken modulo the period of the condition. Default: 0.
 
     Returns:
         One row per condition, length and strategy, with ``updates`` (mean), ``extra`` (mean number of updates in excess
@@ -126,7 +124,7 @@ def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
-        initial = torch.stack([initial_q_values(length, p, offset % p if p else 0) for p in PERIODS.values()])
+        initial = torch.stack([initial_q_values(length, period) for period in PERIODS.values()])
         initial = initial.repeat_interleave(seeds, 0)
         updates = {s: count_updates(s, initial, generator).double().view(len(PERIODS), seeds) for s in STRATEGIES}
         for index, condition in enumerate(PERIODS):
@@ -187,4 +185,4 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
