@@ -263,8 +263,9 @@ def make_updates(
         batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
         losses = dict(loss_module(batch, shifted=shifted).items())
         sample["td_error"] = batch["td_error"].reshape(-1)
-        loss = sum(value for name, value in losses.items() if name.startswith("loss"))  # the others are only logged
-        gradients = torch.autograd.grad(loss, optimizer_step.parameters)  # pyright: ignore[reportArgumentType]
+        # the other numbers are only logged
+        loss: Any = sum(value for name, value in losses.items() if name.startswith("loss"))
+        gradients = torch.autograd.grad(loss, optimizer_step.parameters)
         optimizer_step(clip_gradients(gradients, acer.max_grad_norm))
         average_policy.step()
         return stack_updates([losses])

@@ -143,7 +143,7 @@ def _rows(group: str, choice: str, node: Any, type_: Any) -> Iterator[Row]:
     if group == "sampler":
         from recipes.common.replay import SAMPLERS  # imported late: it imports torch
 
-        yield from _arguments(SAMPLERS[node.name], "+sampler.", node)
+        yield from _arguments(SAMPLERS[node.name], "+sampler.", (*node, "capacity", "td_error", "num_streams"))
 
 
 def _listed(prefix: str, node: Mapping[Any, Any], texts: Mapping[str, str]) -> Iterator[Row]:
