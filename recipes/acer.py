@@ -52,6 +52,7 @@ if __name__ == "__main__":
     run_recipe("acer")
 
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,11 @@ from torchrl.objectives import SoftUpdate
 from recipes.common.collector import make_collector
 from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError
-from recipes.common.evaluation import Evaluation
 from recipes.common.networks import Normalizer, make_network, to_tensor
-from recipes.common.optimizers import RMSProp, make_optimizer, make_step
-from recipes.common.replay import make_replay, require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.acer import WITH_Q, ACERConfig, Config
-from recipes.common.update import stack_updates, total
+from recipes.common.replay import make_replay
+from recipes.common.run import Run
+from recipes.common.schemas import WITH_Q, ACERConfig, ACERRun
+from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
@@ -230,32 +229,6 @@ class CurrentPolicy:
         return (first if rest else first.argmax(-1)).cpu().numpy()
 
 
-def slices_loss(
-    loss_module: ACERLoss | ACERContinuousLoss,
-    normalizer: Normalizer,
-    acer: ACERConfig,
-    sample: TensorDictBase,
-    *,
-    shifted: bool = False,
-) -> TensorDictBase:
-    """The losses of a flat sample of slices; writes the TD errors into the sample.
-
-    Args:
-        loss_module: the loss.
-        normalizer: normalizes the observations.
-        acer: the hyperparameters.
-        sample: the sample, [batch_size].
-        shifted: an argument of the loss. Default: False.
-    """
-    batch = sample.reshape(-1, acer.slice_len)
-    for key in ("observation", ("next", "observation")):
-        batch[key] = normalizer(batch[key])
-    batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
-    losses = loss_module(batch, shifted=shifted)
-    sample["td_error"] = batch["td_error"].reshape(-1)
-    return losses
-
-
 def make_updates(
     acer: ACERConfig,
     replay: TensorDictReplayBuffer,
@@ -282,26 +255,34 @@ def make_updates(
     sampler = replay.sampler
     assert isinstance(sampler, TrajectoryRetraceSampler)
 
-    def update(batch: TensorDictBase, *, shifted: bool) -> dict[str, Tensor]:
-        losses = dict(slices_loss(loss_module, normalizer, acer, batch, shifted=shifted).items())
-        gradients = torch.autograd.grad(total(losses), optimizer_step.parameters)
+    def update(sample: TensorDictBase, *, shifted: bool) -> dict[str, Tensor]:
+        """An update on a flat sample of slices; writes the TD errors into the sample."""
+        batch = sample.reshape(-1, acer.slice_len)
+        for key in ("observation", ("next", "observation")):
+            batch[key] = normalizer(batch[key])
+        batch["next", "reward"] = batch["next", "reward"] * acer.reward_scale
+        losses = dict(loss_module(batch, shifted=shifted).items())
+        sample["td_error"] = batch["td_error"].reshape(-1)
+        # the other numbers are only logged
+        loss: Any = sum(value for name, value in losses.items() if name.startswith("loss"))
+        gradients = torch.autograd.grad(loss, optimizer_step.parameters)
         optimizer_step(clip_gradients(gradients, acer.max_grad_norm))
         average_policy.step()
-        return losses
+        return stack_updates([losses])
 
     def on_policy_update() -> dict[str, Tensor]:
-        return stack_updates([update(sampler.newest(replay), shifted=False)])
+        return update(sampler.newest(replay), shifted=False)
 
     def replayed_update() -> dict[str, Tensor]:
         batch = replay.sample()
         losses = update(batch, shifted=shifted)
         replay.update_tensordict_priority(batch)
-        return stack_updates([losses])
+        return losses
 
     return on_policy_update, replayed_update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: ACERRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -312,11 +293,9 @@ def train(config: Config, run_dir: Path) -> int:
         The exit code.
     """
     acer = config.acer
-    device = prepare(config, run_dir)
-
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_env, config.env, acer.evaluation_episodes)
-    require_memory(config, evaluation.envs[0], device)
+    run = Run(config, run_dir, make_env)
+    device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
     assert observed is not None
     if acer.normalize_observations and len(observed) != 1:
@@ -335,7 +314,7 @@ def train(config: Config, run_dir: Path) -> int:
     optimizer = make_optimizer(acer.optimizer, loss_module.parameters(), acer.learning_rate)
     normalizer = Normalizer(observed[0], active=acer.normalize_observations).to(device)
 
-    statistics = ("logits",) if discrete else ("loc", "scale")
+    behaviour_keys = ("logits",) if discrete else ("loc", "scale")
 
     def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
         first = "uniform" if isinstance(anchors, RandomSampler) else anchors
@@ -343,7 +322,7 @@ def train(config: Config, run_dir: Path) -> int:
             acer.buffer_size,
             slice_len=acer.slice_len,
             num_streams=config.num_envs,
-            behaviour_keys=statistics,
+            behaviour_keys=behaviour_keys,
             anchors=first,  # pyright: ignore[reportArgumentType]: the sampler's error names the valid anchors
         )
 
@@ -358,21 +337,15 @@ def train(config: Config, run_dir: Path) -> int:
     collector = make_collector(config, make_env, behaviour)
 
     def columns(_steps: int) -> dict[str, float]:
-        returns = collector.returns
-        return {"training_return": sum(returns) / len(returns) if returns else math.nan}
+        return {"training_return": statistics.fmean(collector.returns or [math.nan])}
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=behaviour.most_probable,
         columns=columns,
         losses=tuple(loss_module.out_keys),
         state={"loss": loss_module, "optimizer": optimizer, "normalizer": normalizer},
-        stores=statistics,
     )
     # In eager code, the values of continuous actions take less time than the operations that select the next states.
     shifted = discrete or config.compile

@@ -31,84 +31,62 @@ from torchrl.data import Categorical
 from torchrl.modules import EGreedyModule, QValueActor
 
 from recipes.common.environment import make_discrete_env
-from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network, to_tensor
-from recipes.common.optimizers import make_optimizer
 from recipes.common.q_values import TargetValues
 from recipes.common.remote import RemoteCollector, RemoteReplay, noticing_lost_actors, runtime
-from recipes.common.replay import require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.distributed import Config
+from recipes.common.run import Run
+from recipes.common.schemas import DistributedRun
+from recipes.common.update import make_optimizer
 from recipes.dqn import make_loss, make_update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: DistributedRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Returns:
         The exit code.
     """
     with runtime(config.address, config.num_collectors, config.num_shards):
-        return train_with_ray(config, run_dir)
+        dqn = config.dqn
+        # One environment per evaluation episode. The collectors make the training environments.
+        run = Run(config, run_dir, make_discrete_env, remote=True)
+        device, evaluation = run.device, run.evaluation
+        observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
+        # Networks and loss.
+        network = make_network(observed, num_actions, dqn.hidden_sizes, device=device)
+        actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+        # The collectors have no GPU: they get a copy on the CPU.
+        exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
+        acting = deepcopy(actor).cpu()
+        loss_module, target = make_loss(dqn, actor)
+        optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
-def train_with_ray(config: Config, run_dir: Path) -> int:
-    """:func:`train` for a host on which Ray is running."""
-    dqn = config.dqn
-    device = prepare(config, run_dir)
+        # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
+        replay = RemoteReplay(config, device, run_dir)
 
-    # One environment per evaluation episode. The collectors make the training environments.
-    evaluation = Evaluation(make_discrete_env, config.env, dqn.evaluation_episodes)
-    if config.address is None:
-        require_memory(config, evaluation.envs[0], torch.device("cpu"))
-    observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
+        @torch.inference_mode()
+        def greedy(observations: np.ndarray) -> np.ndarray:
+            return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
 
-    # Networks and loss.
-    network = make_network(observed, num_actions, dqn.hidden_sizes, device=device)
-    actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
-    # The collectors have no GPU: they get a copy on the CPU.
-    exploration = EGreedyModule(Categorical(num_actions), eps_init=1.0, eps_end=0.0)
-    acting = deepcopy(actor).cpu()
-    loss_module, target = make_loss(dqn, actor)
-    optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
+        collector = RemoteCollector(config, TensorDictSequential([acting, exploration]), replay)
 
-    # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
-    replay = RemoteReplay(config, device, run_dir)
+        run.attach(
+            collector,
+            replay,
+            policy=greedy,
+            epsilon=dqn.evaluation_epsilon,
+            value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,
+            losses=("loss",),
+            columns=lambda steps: {
+                "epsilon": dqn.epsilon(steps),
+                **{f"sampler/{key}": value for key, value in replay.stats().items()},
+            },
+            state={"loss": loss_module, "optimizer": optimizer},
+        )
+        # the buffer has all methods that an update calls
+        update = make_update(config, replay, loss_module, target, optimizer)  # pyright: ignore[reportArgumentType]
 
-    @torch.inference_mode()
-    def greedy(observations: np.ndarray) -> np.ndarray:
-        return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
-
-    collector = RemoteCollector(config, TensorDictSequential([acting, exploration]), replay)
-
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
-        policy=greedy,
-        epsilon=dqn.evaluation_epsilon,
-        value=TargetValues(loss_module, device).of_steps if dqn.log_q_mean else None,
-        losses=("loss",),
-        columns=lambda steps: {
-            "epsilon": dqn.epsilon(steps),
-            **{f"sampler/{key}": value for key, value in replay.stats().items()},
-        },
-        state={"loss": loss_module, "optimizer": optimizer},
-        stores=None,
-    )
-    update = make_update(
-        dqn,
-        replay,  # pyright: ignore[reportArgumentType]: has all methods that an update calls
-        loss_module,
-        target,
-        optimizer,
-        num_updates=1,
-    )
-
-    try:
         with run, noticing_lost_actors():
             while run.continues():
                 acting.load_state_dict(actor.state_dict())
@@ -122,5 +100,3 @@ def train_with_ray(config: Config, run_dir: Path) -> int:
                         run.log_losses(update(None))
                 run.end_round()
         return run.exit_code
-    finally:
-        collector.shutdown()

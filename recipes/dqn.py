@@ -49,15 +49,14 @@ from torchrl.objectives.utils import TargetNetUpdater
 
 from recipes.common.cagrad import cagrad_gradients, table_losses
 from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.config import RunConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.evaluation import Evaluation
 from recipes.common.networks import make_network, to_tensor
-from recipes.common.optimizers import RMSProp, make_optimizer, make_step
 from recipes.common.q_values import TargetValues, room_columns
-from recipes.common.replay import loss_keys, make_replay, require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.dqn import Config, DQNConfig
-from recipes.common.update import Update, make_round, stack_updates, weight_factor
+from recipes.common.replay import loss_keys, make_replay
+from recipes.common.run import Run
+from recipes.common.schemas import DQNConfig, DQNRun
+from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
 from torchrl_replay_ext import clip_gradients
 
 
@@ -79,41 +78,33 @@ def make_loss(dqn: DQNConfig, actor: QValueActor) -> tuple[DQNLoss, TargetNetUpd
 
 
 def make_update(
-    dqn: DQNConfig,
+    config: RunConfig,
     replay: TensorDictReplayBuffer,
     loss_module: DQNLoss,
     target: TargetNetUpdater,
     optimizer: torch.optim.Adam | RMSProp,
-    *,
-    num_updates: int,
-    num_tables: int = 0,
     cagrad: float | Tensor | None = None,
-    weights: str = "normalized",
 ) -> Update:
-    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+    """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
 
     Args:
-        dqn: the hyperparameters.
+        config: the configuration of the run, whose hyperparameters are a DQNConfig.
         replay: the buffer.
         loss_module: the loss.
         target: updates the target network. If dqn.tau is None, the training loop does it.
         optimizer: optimizer of the loss. If it is restored from a checkpoint, restore it before.
-        num_updates: updates per call.
-        num_tables: number of event tables, needed for CAGrad. Default: 0.
         cagrad: c of CAGrad, see recipes.common.cagrad. Default: None, the gradient of the whole batch.
-        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
-            "normalized".
     """
-    optimizer_step = make_step(optimizer)
+    dqn, num_tables, optimizer_step = config.learning, len(config.env.events) + 1, make_step(optimizer)
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:
             replay.extend(data)
         results = []
-        for _ in range(num_updates):
+        for _ in range(config.updates_per_graph):
             batch = replay.sample()
             # The loss applies batch["priority_weight"] and writes the SQUARED TD errors to batch["td_error"].
-            loss, factor = loss_module(batch)["loss"], weight_factor(batch, weights)
+            loss, factor = loss_module(batch)["loss"], weight_factor(batch, config.weights)
             if cagrad is None:
                 loss = loss * factor
                 gradients = torch.autograd.grad(loss, optimizer_step.parameters)
@@ -132,7 +123,7 @@ def make_update(
     return update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: DQNRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -143,11 +134,9 @@ def train(config: Config, run_dir: Path) -> int:
         The exit code.
     """
     dqn = config.dqn
-    device = prepare(config, run_dir)
-
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_discrete_env, config.env, dqn.evaluation_episodes)
-    require_memory(config, evaluation.envs[0], device)
+    run = Run(config, run_dir, make_discrete_env)
+    device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizer and buffer. DQNLoss gives SQUARED TD errors.
@@ -167,13 +156,9 @@ def train(config: Config, run_dir: Path) -> int:
 
     values = TargetValues(loss_module, device)
     of_rooms = room_columns(config.env, values, dqn.gamma)
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    run.attach(
+        collector,
+        replay,
         policy=greedy,
         epsilon=dqn.evaluation_epsilon,
         value=values.of_steps if dqn.log_q_mean else None,
@@ -183,17 +168,7 @@ def train(config: Config, run_dir: Path) -> int:
     )
     # a tensor, because it can be annealed and a graph keeps numbers
     cagrad = None if dqn.cagrad is None else torch.zeros((), dtype=torch.float64, device=device)
-    update = make_update(
-        dqn,
-        replay,
-        loss_module,
-        target,
-        optimizer,
-        num_updates=config.updates_per_graph,
-        num_tables=len(config.env.events) + 1,
-        cagrad=cagrad,
-        weights=config.weights,
-    )
+    update = make_update(config, replay, loss_module, target, optimizer, cagrad)
     write_and_update = make_round(update, replay, config, device)
 
     with run:

@@ -33,13 +33,12 @@ from pathlib import Path
 import numpy as np
 
 from recipes.common.cli import BAD_CONFIG
-from recipes.common.csv_files import PROGRESS, steps_to_reach
 from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table
 from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
 from recipes.common.intervals import median_with_bound
 from recipes.common.report import report, study_directory
-from recipes.common.tables import markdown
+from recipes.common.tables import PROGRESS, markdown, steps_to_reach
 
 IN_A_ROW = 3
 
@@ -70,23 +69,16 @@ def format_solved(runs: Sequence[Curve], least: float, column: str = RETURN, hea
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
-    parser.add_argument("runs", nargs="*", type=Path, help="directories of runs; or study=<name or directory>")
-    parser.add_argument("--read", type=Path, metavar="CSV", help="a CSV with the evaluations of many runs")
-    parser.add_argument(
-        "--out", type=Path, default=Path("comparison"), help="figure to write, as .png and .svg [comparison]"
-    )
-    parser.add_argument("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
-    parser.add_argument(
-        "--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]"
-    )
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="average each run over N evaluations [1]")
-    parser.add_argument(
-        "--solved",
-        type=float,
-        metavar="VALUE",
-        help="print the env steps until runs solve the task: three evaluations >= VALUE",
-    )
-    parser.add_argument("--baseline", metavar="VARIANT", help="print a study's comparison with this variant instead")
+    add = parser.add_argument
+    add("runs", nargs="*", type=Path, help="directories of runs; or study=<name or directory>")
+    add("--read", type=Path, metavar="CSV", help="a CSV with the evaluations of many runs")
+    add("--out", type=Path, default=Path("comparison"), help="figure to write, as .png and .svg [comparison]")
+    add("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
+    add("--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]")
+    add("--smooth", type=int, default=1, metavar="N", help="average each run over N evaluations [1]")
+    text = f"print the env steps until runs solve the task: {IN_A_ROW} evaluations >= VALUE"
+    add("--solved", type=float, metavar="VALUE", help=text)
+    add("--baseline", metavar="VARIANT", help="print a study's comparison with this variant instead")
     arguments = parser.parse_args()
     if bool(arguments.runs) == (arguments.read is not None):
         parser.error("pass directories of runs, or study=<name or directory>, or --read CSV")
@@ -99,10 +91,8 @@ def main() -> None:
             options = ("out", "columns", "by", "smooth", "solved")
             ignored = any(getattr(arguments, name) != parser.get_default(name) for name in options)
             if ignored or len(arguments.runs) > 1:
-                raise ConfigError(
-                    f"{studies[0]}: one study at a time, and no option but --baseline; table and figure go to the "
-                    "study's directory. For other figures pass --read <that directory>/curves.csv --by variant"
-                )
+                text = "one study at a time, and no option but --baseline; table and figure go to its directory"
+                raise ConfigError(f"{studies[0]}: {text}. Other figures: --read <directory>/curves.csv --by variant")
             out = study_directory(studies[0].removeprefix("study="))
             print(report(out, arguments.baseline))
             return

@@ -46,13 +46,11 @@ from torchrl.data import Sequence, TensorDictReplayBuffer
 from recipes.common.collector import make_collector
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
-from recipes.common.evaluation import Evaluation
-from recipes.common.optimizers import RMSProp, make_optimizer, make_step
-from recipes.common.recurrent import RecurrentBehaviour, RecurrentGreedy, RecurrentNetwork
-from recipes.common.replay import make_replay, require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.r2d2 import Config, R2D2Config
-from recipes.common.update import Update, make_round, stack_updates
+from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
+from recipes.common.replay import make_replay
+from recipes.common.run import Run
+from recipes.common.schemas import R2D2Config, R2D2Run
+from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates
 from torchrl_replay_ext import clip_gradients
 
 
@@ -95,28 +93,24 @@ def values_and_targets(
 
 
 def make_update(
-    r2d2: R2D2Config,
+    config: R2D2Run,
     replay: TensorDictReplayBuffer,
     network: RecurrentNetwork,
     target: RecurrentNetwork,
     optimizer: torch.optim.Adam | RMSProp,
-    *,
-    num_updates: int,
-    weights: str = "mean",
 ) -> Update:
-    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+    """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
+
+    `weights=mean` divides the weighted losses by the number of learned steps, `normalized` by the sum of their weights.
 
     Args:
-        r2d2: the hyperparameters.
+        config: the configuration of the run.
         replay: the buffer, which draws windows.
         network: the network.
         target: the target network.
         optimizer: optimizer of the network. If it is restored from a checkpoint, restore it before.
-        num_updates: updates per call.
-        weights: "mean" divides the weighted losses by the number of learned steps, "normalized" by the sum of their
-            weights. Default: "mean".
     """
-    optimizer_step = make_step(optimizer)
+    r2d2, optimizer_step = config.r2d2, make_step(optimizer)
     error_of = smooth_l1_loss if r2d2.loss_function == "smooth_l1" else mse_loss
     assert r2d2.tau is not None
     tau = r2d2.tau
@@ -125,14 +119,14 @@ def make_update(
         if data is not None:
             replay.extend(data)
         results = []
-        for _ in range(num_updates):
+        for _ in range(config.updates_per_graph):
             batch = replay.sample().reshape(-1, r2d2.burn_in + r2d2.sequence_length)
             values, targets = values_and_targets(r2d2, network, target, batch)
             learned = batch["validity_mask"][:, r2d2.burn_in :]  # without the steps that fill up short windows
             losses, total = error_of(values, targets, reduction="none") * learned, learned.sum()
             if (weight := batch.get("priority_weight", None)) is not None:
                 weight = weight[:, r2d2.burn_in :] * learned
-                losses, total = losses * weight, total if weights == "mean" else weight.sum()
+                losses, total = losses * weight, total if config.weights == "mean" else weight.sum()
             loss = losses.sum() / total
             gradients = torch.autograd.grad(loss, optimizer_step.parameters)
             if r2d2.max_grad_norm is not None:
@@ -153,7 +147,7 @@ def make_update(
     return update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: R2D2Run, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -164,13 +158,11 @@ def train(config: Config, run_dir: Path) -> int:
         The exit code.
     """
     r2d2 = config.r2d2
-    device = prepare(config, run_dir)
-
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_discrete_env, config.env, r2d2.evaluation_episodes)
+    run = Run(config, run_dir, make_discrete_env)
+    device, evaluation = run.device, run.evaluation
     if len(evaluation.observation_space.shape or ()) != 1:
         raise ConfigError(f"env.id={config.env.id}: recipes.r2d2 needs vector observations; use recipes.dqn")
-    require_memory(config, evaluation.envs[0], device)
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, optimizer and buffer. The update writes ABSOLUTE TD errors.
@@ -184,24 +176,16 @@ def train(config: Config, run_dir: Path) -> int:
     behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
     collector = make_collector(config, make_discrete_env, behaviour, on_begin=behaviour.begin)
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
-        policy=RecurrentGreedy(network),
+    run.attach(
+        collector,
+        replay,
+        policy=network,
         epsilon=r2d2.evaluation_epsilon,
         losses=("loss",),
         columns=lambda steps: {"epsilon": r2d2.epsilon(steps)},
         state={"network": network, "target": target, "optimizer": optimizer, "behaviour": behaviour},
-        stores=("recurrent_state",),
     )
-    update = make_update(
-        r2d2, replay, network, target, optimizer, num_updates=config.updates_per_graph, weights=config.weights
-    )
-    write_and_update = make_round(update, replay, config, device)
+    write_and_update = make_round(make_update(config, replay, network, target, optimizer), replay, config, device)
 
     with run:
         while run.continues():

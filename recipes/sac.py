@@ -44,10 +44,9 @@ from torchrl.objectives import SACLoss, SoftUpdate
 
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_continuous_env
-from recipes.common.evaluation import Evaluation
-from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.sac import Config, SACConfig
+from recipes.common.replay import actor_batches, loss_keys, make_replay
+from recipes.common.run import Run
+from recipes.common.schemas import SACConfig, SACRun
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
@@ -101,16 +100,14 @@ def make_optimizers(sac: SACConfig, loss_module: SACLoss) -> dict[str, torch.opt
 
 
 def make_update(
+    config: SACRun,
     replay: TensorDictReplayBuffer,
     loss_module: SACLoss,
     target: SoftUpdate,
     optimizers: Mapping[str, torch.optim.Adam],
-    *,
-    num_updates: int,
     actor_batch: Callable[[], TensorDictBase] | None = None,
-    weights: str = "normalized",
 ) -> Update:
-    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+    """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
 
     The losses are those of loss_module(batch), except that only the critics' loss uses the sampler's "priority_weight".
     The weights correct the bias that prioritisation adds to the expected target at a state and action (Schaul et al.
@@ -118,53 +115,44 @@ def make_update(
     of states, so the states are used as the sampler draws them, without weights.
 
     Args:
+        config: the configuration of the run.
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
         optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
-        num_updates: updates per call.
         actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
-        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
-            "normalized".
     """
-    steps = {name: AdamStep(optimizer) for name, optimizer in optimizers.items()}
+    steps = [AdamStep(optimizers[name]) for name in ("actor", "critic", "alpha")]
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:
             replay.extend(data)
         results = []
-        for _ in range(num_updates):
+        for _ in range(config.updates_per_graph):
             batch = replay.sample()
             # Unlike DQNLoss and TD3Loss, SACLoss gives ABSOLUTE TD errors: the larger one of the two critics' errors.
             loss_qvalue, of_critics = loss_module.qvalue_v2_loss(batch)
-            loss_qvalue = loss_qvalue * weight_factor(batch, weights)
+            loss_qvalue = loss_qvalue * weight_factor(batch, config.weights)
             batch["td_error"] = of_critics["td_error"]
             loss_actor, of_actor = loss_module.actor_loss(
                 batch.exclude("priority_weight") if actor_batch is None else actor_batch()
             )
             loss_alpha = loss_module.alpha_loss(of_actor["log_prob"]).mean()
-            losses = {"actor": loss_actor, "critic": loss_qvalue, "alpha": loss_alpha}
-            gradients = {name: torch.autograd.grad(loss, steps[name].parameters) for name, loss in losses.items()}
+            losses = {"loss_actor": loss_actor, "loss_qvalue": loss_qvalue, "loss_alpha": loss_alpha}
+            pairs = zip(losses.values(), steps, strict=True)
+            gradients = [torch.autograd.grad(loss, step.parameters) for loss, step in pairs]
             alpha = loss_module.log_alpha.exp()  # pyright: ignore[reportCallIssue]: a parameter or a buffer
-            for name, step in steps.items():
-                step(gradients[name])
+            for step, own in zip(steps, gradients, strict=True):
+                step(own)
             target.step()
             replay.update_tensordict_priority(batch)
-            results.append(
-                {
-                    "loss_actor": loss_actor,
-                    "loss_qvalue": loss_qvalue,
-                    "loss_alpha": loss_alpha,
-                    "alpha": alpha,
-                    "entropy": -of_actor["log_prob"].mean(),
-                }
-            )
+            results.append(losses | {"alpha": alpha, "entropy": -of_actor["log_prob"].mean()})
         return stack_updates(results)
 
     return update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: SACRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -175,11 +163,9 @@ def train(config: Config, run_dir: Path) -> int:
         The exit code.
     """
     sac = config.sac
-    device = prepare(config, run_dir)
-
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_continuous_env, config.env, sac.evaluation_episodes)
-    require_memory(config, evaluation.envs[0], device)
+    run = Run(config, run_dir, make_continuous_env)
+    device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizers and buffer. SACLoss gives ABSOLUTE TD errors.
@@ -204,30 +190,15 @@ def train(config: Config, run_dir: Path) -> int:
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    named = {f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}
+    run.attach(
+        collector,
+        replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-        state={
-            "loss": loss_module,
-            "behaviour": behaviour,
-            **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
-        },
+        state={"loss": loss_module, "behaviour": behaviour, **named},
     )
-    update = make_update(
-        replay,
-        loss_module,
-        target,
-        optimizers,
-        num_updates=config.updates_per_graph,
-        actor_batch=actor_batches(replay),
-        weights=config.weights,
-    )
+    update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)
 
     with run:

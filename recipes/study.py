@@ -44,9 +44,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +55,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from recipes.common.cli import DONE, FAILED, INTERRUPTED
-from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite, steps_to_reach, was_stopped
+from recipes.common import tables
+from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.errors import ConfigError, reason
 from recipes.common.files import CHECKPOINT, CONFIG, code_version, load_config, locked
 from recipes.common.report import report
-from recipes.common.schemas.study import Config, StudyConfig
-from recipes.common.study_files import CURVES, KEYS, RUNS, STUDY, key_of, read_rows
+from recipes.common.schemas import StudyConfig, StudyRun
+from recipes.common.tables import CURVES, KEYS, PROGRESS, RUNS, STUDY
 
 # settings of a study that decide how its runs are judged, and which columns are kept
 JUDGED_BY = ("column", "also", "least", "in_a_row")
@@ -157,24 +155,25 @@ class Pool:
 
     def row(self, job: Job) -> dict[str, Any]:
         """The row of a finished run in runs.csv."""
-        run_dir, study = self.directory(job), self._study
-        evaluations = self._evaluations(job)
+        study, evaluations = self._study, self._evaluations(job)
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
-        config = load_config(run_dir / CONFIG)
+        config, last = load_config(self.directory(job) / CONFIG), evaluations[-1]
         threshold = config.env.reward_threshold if study.least is None else study.least
-        stopped = was_stopped(config, evaluations)
-        at = None if threshold is None else steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
+        stopped = tables.was_stopped(config, evaluations)
+        reached = None
+        if threshold is not None:
+            reached = tables.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
         return dict(zip(KEYS, job.key, strict=True)) | {
             "env_steps": steps[-1],
-            "updates": evaluations[-1]["updates"],
+            "updates": last["updates"],
             "threshold": "" if threshold is None else threshold,
-            "reached": "" if at is None else at,
+            "reached": "" if reached is None else reached,
             "last": values[-1],
             "best": max((value for value in values if not math.isnan(value)), default=math.nan),
             "final": statistics.fmean(values[-math.ceil(len(values) / 10) :]),
-            "wall_time": round(float(evaluations[-1]["wall_time"]), 1),
-            "cpu_time": cpu_time_of(evaluations[-1]),
+            "wall_time": round(float(last["wall_time"]), 1),
+            "cpu_time": round(float(last["cpu_time"]), 1),
             "commit": self._version,
             "torch": torch.__version__,
             "command": shlex.join(["python", *job.command]),
@@ -184,19 +183,17 @@ class Pool:
         """The rows of a finished run in curves.csv."""
         key = dict(zip(KEYS, job.key, strict=True))
         return [
-            {**key, "env_steps": row["env_steps"], "cpu_time": cpu_time_of(row)}
+            {**key, "env_steps": row["env_steps"], "cpu_time": round(float(row["cpu_time"]), 1)}
             | {column: row[column] for column in (self._study.column, *self._study.also)}
             for row in self._evaluations(job)
         ]
 
     def _evaluations(self, job: Job) -> list[dict[str, str]]:
         """The rows of progress.csv of a finished run."""
-        rows = read_csv(self.directory(job) / PROGRESS)
+        rows = tables.read_csv(self.directory(job) / PROGRESS)
         for key, columns in (("column", [self._study.column]), ("also", self._study.also)):
-            if missing := [column for column in columns if column not in rows[0]]:
-                raise ConfigError(
-                    f"study.{key}: {PROGRESS} has no column {', '.join(missing)}, only {', '.join(rows[0])}"
-                )
+            if missing := ", ".join(column for column in columns if column not in rows[0]):
+                raise ConfigError(f"study.{key}: {PROGRESS} has no column {missing}, only {', '.join(rows[0])}")
         return rows
 
     def stop(self) -> None:
@@ -206,33 +203,14 @@ class Pool:
             process.send_signal(signal.SIGINT)
 
 
-def cpu_time_of(row: dict[str, str]) -> float:
-    """The CPU seconds in a row of progress.csv; NaN in a run of an earlier version, which has none."""
-    return round(float(row.get("cpu_time", math.nan)), 1)
-
-
 def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
-    """The keys of the runs in runs.csv. Removes incomplete rows, and curves without a row, left by a killed study."""
-    for path in (out / RUNS, out / CURVES):
-        if path.is_file():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    done = {key_of(row) for row in read_rows(out / RUNS)}
-    curves = read_rows(out / CURVES)
-    whole = [row for row in curves if key_of(row) in done]
+    """The keys of the runs in runs.csv. Removes curves without a row, left by a killed study."""
+    done = {tuple(row[name] for name in KEYS) for row in tables.read_rows(out / RUNS)}
+    curves = tables.read_rows(out / CURVES)
+    whole = [row for row in curves if tuple(row[name] for name in KEYS) in done]
     if len(whole) < len(curves):
-        rewrite(out / CURVES, whole)
+        tables.rewrite(out / CURVES, whole)
     return done
-
-
-@contextmanager
-def stopping(pool: Pool) -> Iterator[None]:
-    """Stop the pool on Ctrl-C and SIGTERM."""
-    previous = {number: signal.signal(number, lambda *_: pool.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def available_cores() -> int:
@@ -259,50 +237,43 @@ def continues(before: Any, now: StudyConfig, has_rows: bool) -> bool:
     return has_runs and not (has_rows and any(before[key] != getattr(now, key) for key in JUDGED_BY))
 
 
-def run_study(config: Config, out: Path) -> int:
+def run_study(config: StudyRun, out: Path) -> int:
     """Run all runs of a study that have not finished.
 
     Returns:
         The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
     with locked(out):
-        return _run_missing(config, out)
-
-
-def _run_missing(config: Config, out: Path) -> int:
-    study = config.study
-    done = load_completed_runs(out)
-    if (out / STUDY).is_file() and not continues(load_config(out / STUDY), study, bool(done)):
-        raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
-    OmegaConf.save(OmegaConf.structured(study), out / STUDY)
-    jobs = jobs_of(study, config.seeds)
-    missing = [job for job in jobs if job.key not in done]
-    pool = Pool(out, study, code_version())
-    failed = 0
-    workers = config.workers or available_cores()
-    bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
-    with stopping(pool), bar, ThreadPoolExecutor(workers) as threads:
-        futures = {threads.submit(pool.run, job): job for job in missing}
-        try:
-            for future in as_completed(futures):
-                job, row = futures[future], future.result()
-                if row is not None:
-                    # the curve first, so that a run with a row is complete
-                    append_rows(out / CURVES, pool.curve(job))
-                    append_rows(out / RUNS, [row])
-                    bar.update()
-                elif not pool.stopped:
-                    failed += 1
-                    log = pool.directory(job).with_suffix(".log")
-                    bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
-        except BaseException:
-            pool.stop()
-            raise
-    show(out)
-    if pool.stopped:
-        print(f"interrupted; repeat the command to continue {out}")
-        return INTERRUPTED
-    return FAILED if failed else DONE
+        study, done = config.study, load_completed_runs(out)
+        if (out / STUDY).is_file() and not continues(load_config(out / STUDY), study, bool(done)):
+            raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
+        OmegaConf.save(OmegaConf.structured(study), out / STUDY)
+        jobs = jobs_of(study, config.seeds)
+        pool, failed = Pool(out, study, code_version()), 0
+        missing = [job for job in jobs if job.key not in done]
+        bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
+        with interruption(pool.stop), bar, ThreadPoolExecutor(config.workers or available_cores()) as threads:
+            futures = {threads.submit(pool.run, job): job for job in missing}
+            try:
+                for future in as_completed(futures):
+                    job, row = futures[future], future.result()
+                    if row is not None:
+                        # the curve first, so that a run with a row is complete
+                        tables.append_rows(out / CURVES, pool.curve(job))
+                        tables.append_rows(out / RUNS, [row])
+                        bar.update()
+                    elif not pool.stopped:
+                        failed += 1
+                        log = pool.directory(job).with_suffix(".log")
+                        bar.write(f"failed: {shlex.join(['python', *job.command])} (see {log})", file=sys.stderr)
+            except BaseException:
+                pool.stop()
+                raise
+        show(out)
+        if pool.stopped:
+            print(f"interrupted; repeat the command to continue {out}")
+            return INTERRUPTED
+        return FAILED if failed else DONE
 
 
 def show(out: Path) -> None:

@@ -43,10 +43,9 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.environment import make_continuous_env
-from recipes.common.evaluation import Evaluation
-from recipes.common.replay import actor_batches, loss_keys, make_replay, require_memory
-from recipes.common.run import Run, prepare
-from recipes.common.schemas.td3 import THETA, Config, TD3Config
+from recipes.common.replay import actor_batches, loss_keys, make_replay
+from recipes.common.run import Run
+from recipes.common.schemas import THETA, TD3Config, TD3Run
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
@@ -106,18 +105,6 @@ def make_loss(
     return policy, loss_module
 
 
-def actor_loss(loss_module: TD3Loss, batch: TensorDictBase) -> Tensor:
-    """The actor's loss, without importance-sampling weights; recipes.sac.make_update explains why.
-
-    Equal to loss_module.actor_loss, but computes only the first critic instead of both.
-    """
-    actor, critic = loss_module.actor_network, loss_module.qvalue_network
-    with loss_module.actor_network_params.to_module(actor, preserve_module_state=False):
-        batch = actor(batch.select(*actor.in_keys))
-    with loss_module.qvalue_network_params.data[0].to_module(critic, preserve_module_state=False):
-        return -critic(batch)["state_action_value"].mean()
-
-
 def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> tuple[torch.optim.Adam, torch.optim.Adam]:
     """The optimizers of the actor and of the critics."""
     actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
@@ -128,30 +115,24 @@ def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> tuple[torch.optim.A
 
 
 def make_update(
-    td3: TD3Config,
+    config: TD3Run,
     replay: TensorDictReplayBuffer,
     loss_module: TD3Loss,
     target: SoftUpdate,
     actor_optimizer: torch.optim.Adam,
     critic_optimizer: torch.optim.Adam,
-    *,
-    num_updates: int,
     actor_batch: Callable[[], TensorDictBase] | None = None,
-    weights: str = "normalized",
 ) -> Update:
-    """Build the function that writes new transitions and makes `num_updates` updates, eager or in a graph.
+    """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
 
     Args:
-        td3: the hyperparameters.
+        config: the configuration of the run.
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
         actor_optimizer: optimizer of the actor. If it is restored from a checkpoint, restore it before.
         critic_optimizer: optimizer of the critics, likewise.
-        num_updates: updates of the critics per call, a multiple of td3.policy_delay.
         actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
-        weights: how the loss averages its weighted rows, see recipes.common.update.weight_factor. Default:
-            "normalized".
     """
     actor_step, critic_step = AdamStep(actor_optimizer), AdamStep(critic_optimizer)
 
@@ -159,16 +140,18 @@ def make_update(
         if data is not None:
             replay.extend(data)
         results = []
-        for number in range(1, num_updates + 1):
+        for number in range(1, config.updates_per_graph + 1):
             batch = replay.sample()
             # The loss applies batch["priority_weight"]. Each critic has a SQUARED TD error; the larger one counts.
             loss_qvalue, of_critics = loss_module.value_loss(batch)
-            loss_qvalue = loss_qvalue * weight_factor(batch, weights)
+            loss_qvalue = loss_qvalue * weight_factor(batch, config.weights)
             batch["td_error"] = of_critics["td_error"].detach().amax(0)
             critic_step(torch.autograd.grad(loss_qvalue, critic_step.parameters))
             losses = {"loss_qvalue": loss_qvalue}
-            if number % td3.policy_delay == 0:
-                loss_actor = actor_loss(loss_module, batch if actor_batch is None else actor_batch())
+            if number % config.td3.policy_delay == 0:
+                # without importance-sampling weights; recipes.sac.make_update explains why
+                of_actor = batch.exclude("priority_weight") if actor_batch is None else actor_batch()
+                loss_actor, _ = loss_module.actor_loss(of_actor)
                 actor_step(torch.autograd.grad(loss_actor, actor_step.parameters))
                 target.step()
                 losses["loss_actor"] = loss_actor
@@ -179,7 +162,7 @@ def make_update(
     return update
 
 
-def train(config: Config, run_dir: Path) -> int:
+def train(config: TD3Run, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -190,17 +173,15 @@ def train(config: Config, run_dir: Path) -> int:
         The exit code.
     """
     td3 = config.td3
-    device = prepare(config, run_dir)
-
     # One environment per evaluation episode. The collector below makes the training environments.
-    evaluation = Evaluation(make_continuous_env, config.env, td3.evaluation_episodes)
-    require_memory(config, evaluation.envs[0], device)
+    run = Run(config, run_dir, make_continuous_env)
+    device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
     # Networks, loss, optimizers and buffer. TD3Loss gives SQUARED TD errors.
     policy, loss_module = make_loss(td3, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=td3.tau)
-    actor_optimizer, critic_optimizer = make_optimizers(td3, loss_module)
+    optimizers = make_optimizers(td3, loss_module)
     replay = make_replay(
         config,
         device,
@@ -224,34 +205,15 @@ def train(config: Config, run_dir: Path) -> int:
     behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
-    run = Run(
-        config,
-        run_dir,
-        device,
-        collector=collector,
-        replay=replay,
-        evaluation=evaluation,
+    named = dict(zip(("actor_optimizer", "critic_optimizer"), optimizers, strict=True))
+    run.attach(
+        collector,
+        replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
-        state={
-            "loss": loss_module,
-            "actor_optimizer": actor_optimizer,
-            "critic_optimizer": critic_optimizer,
-            "noise": noise,
-            "behaviour": behaviour,
-        },
+        state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **named},
     )
-    update = make_update(
-        td3,
-        replay,
-        loss_module,
-        target,
-        actor_optimizer,
-        critic_optimizer,
-        num_updates=config.updates_per_graph,
-        actor_batch=actor_batches(replay),
-        weights=config.weights,
-    )
+    update = make_update(config, replay, loss_module, target, *optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)
 
     with run:

@@ -2,6 +2,7 @@
 
     python -m recipes.benchmark                             # everything
     python -m recipes.benchmark extend cycle
+    python -m recipes.benchmark updates --only TorchRL "compiled uniform" "compiled PER"
     python -m recipes.benchmark cycle --only TorchRL PER "compiled PER" --batch-sizes 32
     python -m recipes.benchmark extend cycle --capacities 10000 100000 1000000 10000000
     python -m recipes.benchmark cycle updates device=cuda --max-seconds 240
@@ -21,19 +22,18 @@ extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add o
             uniform buffer.
 cycle       Sample a batch and update its priorities from new TD errors. Compared with TorchRL's PER. Uniform draws,
             event tables and slices have no priorities to update. Compiled contenders run at the largest capacity only.
-updates     Whole updates of recipes.dqn, recipes.td3 and recipes.sac with random data: sample, loss, gradients,
-            optimizer, targets, priorities. Batch 128 or 256, at the largest capacity. What a sampler adds is its time
-            minus that of uniform draws. It is compared with what TorchRL's PER adds: its cycle minus TorchRL's uniform
-            sample, both eager, with the same transitions.
+updates     Whole updates of recipes.dqn with random data, batch 128, at the largest capacity: sample, loss, gradients,
+            optimizer, priorities. What a sampler adds is its time minus that of uniform draws. It is compared with what
+            TorchRL's PER adds: its cycle minus TorchRL's uniform sample, both eager, with the same transitions.
 compile     CPU time, including the C++ compiler's, of the first call of the compiled cycle with a write. Each in a
             fresh process with one compile thread, with an empty compiler cache (cold) and again with the cache of the
             first process (warm). Compared with uniform draws. At the largest capacity and batch size.
-training    CPU time of a step of DQN and ACER on CartPole, TD3 and SAC on HalfCheetah: whole loops of the recipes,
-            of TorchRL's components, combined as in its scripts, and of stable-baselines3. All have the same sizes and
-            updates per step, and one environment, but ACER has 8. The peers draw uniformly. No peer has ACER.
+training    CPU time of a step of DQN on CartPole: whole loops of the recipe, of TorchRL's components, combined as in
+            its scripts, and of stable-baselines3. All have the same sizes and updates per step, and one environment.
+            The peers draw uniformly.
 
-Each measurement, capacity and algorithm has an equal share of --max-seconds. A compilation that has begun is finished,
-so a run may take half a minute longer. A shorter run leaves out contenders, in the order of the tables.
+After --max-seconds nothing more begins: a buffer is filled, a step compiled or a window of calls measured to its end,
+and what is left is skipped.
 
 With device=cuda, cycle and updates run with storage, networks and data on the GPU, also as "CUDA graph" (compile_step
 with cudagraphs=True). Times are then those of windows of 50 calls, with a synchronization at both ends. Their median
@@ -42,7 +42,7 @@ hides the sorts of rank-based PER, which are rarer. This needs torch >= 2.13 bui
 The results are printed as Markdown tables and written to benchmark.md. benchmark.csv has one row per number, with the
 columns
 
-    measurement, case             the measurement, and what it measures: add, extend, cold, warm, DQN ...
+    measurement, case             the measurement, and what it measures: add, extend, cold, warm, DQN
     contender, reference          the contender, and the one that it is compared with
     capacity, batch_size, written slots of the buffer, rows per sample, rows per write
     microseconds                  the time
@@ -82,8 +82,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     add("words", type=word, nargs="*", metavar="MEASUREMENT", help=f"{', '.join(MEASUREMENTS)} [all]; device=cuda")
     add("--capacities", **numbers, default=[10_000, 1_000_000], help="slots of the buffers [10000 1000000]")
     add("--batch-sizes", **numbers, default=[32, 256], help="of cycle and compile [32 256]")
-    add("--calls", type=positive, default=500, help="measured calls; training makes 2 or 20 times as many steps [500]")
-    add("--max-seconds", type=positive, default=math.inf, help="end of the measurements; skips what has no time left")
+    add("--calls", type=positive, default=300, help="measured calls; training makes 20 times as many steps [300]")
+    add("--max-seconds", type=positive, default=math.inf, help="time after which nothing more begins")
     add("--only", nargs="+", metavar="NAME", default=[""], help="only contenders whose names begin with NAME")
     add("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
     options = parser.parse_args(arguments)
@@ -91,11 +91,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     if min(options.capacities) < smallest:
         parser.error(f"argument --capacities: {min(options.capacities)}: must be >= {smallest}")
     options.device = ([word[7:] for word in options.words if "=" in word] or ["cpu"])[-1]
-    options.measurements = [name for name in options.words if "=" not in name]
-    for name in options.measurements:
-        if options.device != "cpu" and name not in ON_GPU:
-            parser.error(f"{name} runs on the CPU: leave out device=, or choose {', '.join(ON_GPU)}")
-    options.measurements = options.measurements or (MEASUREMENTS if options.device == "cpu" else ON_GPU)
+    able = MEASUREMENTS if options.device == "cpu" else ON_GPU
+    options.measurements = [name for name in options.words if "=" not in name] or able
+    if unable := [name for name in options.measurements if name not in able]:
+        parser.error(f"{unable[0]} runs on the CPU: leave out device=, or choose {', '.join(ON_GPU)}")
     return parser, options
 
 
@@ -126,27 +125,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"argument --only: no contender begins with {prefix!r}; contenders: {'; '.join(names)}")
     for library in ("torchrl", "tensordict"):
         logging.getLogger(library).setLevel(logging.WARNING)  # their messages would break the progress bar
-    threads, rows, exit_code = torch.get_num_threads(), [], 0
+    rows, exit_code = [], 0
     torch.set_num_threads(1)
     torch.manual_seed(0)
     timing.limit(options.max_seconds)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the libraries
-            for measurement in timing.in_shares(options.measurements):
+            for measurement in options.measurements:
                 contenders, function = known[measurement]
                 rows += function([name for name in contenders if name.startswith(tuple(options.only))], options)
     except KeyboardInterrupt:
         print(f"{measurement} was interrupted; its numbers are lost.")
         exit_code = INTERRUPTED
-    finally:
-        torch.set_num_threads(threads)
     if rows:
         results.save(rows, options.device, options.out)
-    else:
-        exit_code = exit_code or 1
-    if exit_code:
-        sys.exit(exit_code)
+    if exit_code or not rows:
+        sys.exit(exit_code or 1)
 
 
 if __name__ == "__main__":

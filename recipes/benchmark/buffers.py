@@ -1,6 +1,7 @@
 """The data, samplers and full buffers that the benchmark measures."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,20 +9,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler, TensorDictReplayBuffer
 
-from recipes.benchmark.timing import FILLING, require_time
-from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    Threshold,
-    TrajectoryRetraceSampler,
-)
+import torchrl_replay_ext as ext
+from recipes.benchmark.timing import require_time
 
 ALPHA, BETA = 0.6, 0.4
 EPISODE_LENGTH, EVENT_INTERVAL = 200, 1000  # steps
@@ -86,30 +75,26 @@ def td_errors(count: int, device: torch.device = CPU) -> Tensor:
     return torch.randn(count, device=device).square()
 
 
-def event_tables(capacity: int, retention: Any) -> EventTableSampler:
+def event_tables(capacity: int, retention: Any) -> ext.EventTableSampler:
     """Event tables: one rare event, half of the batch from its table."""
     rare = max(HISTORY, capacity // RARE_SHARE)
     sizes = {"rare": rare} | ({"default": capacity - rare} if retention == "pinned" else {})
-    spec = EventSpec("rare", Threshold(("next", "reward"), ">", 0.5), HISTORY)
-    return EventTableSampler(EventTables([spec], sizes, retention=retention), eta={"default": 0.5, "rare": 0.5})
+    spec = ext.EventSpec("rare", ext.Threshold(("next", "reward"), ">", 0.5), HISTORY)
+    return ext.EventTableSampler(ext.EventTables([spec], sizes, retention=retention), eta={"default": 0.5, "rare": 0.5})
 
 
-# Name -> function of capacity, device and the kind of TD errors ("squared" or "absolute") that makes the sampler.
-SAMPLERS: dict[str, Callable[[int, torch.device, Any], Any]] = {
-    "TorchRL uniform": lambda capacity, device, kind: RandomSampler(),
-    "TorchRL PER": lambda capacity, device, kind: PrioritizedSampler(capacity, alpha=ALPHA, beta=BETA),
-    "TorchRL PER, CUDA trees": lambda capacity, device, kind: PrioritizedSampler(
-        capacity, alpha=ALPHA, beta=BETA, device=device
-    ),
-    "uniform": lambda capacity, device, kind: RandomSampler(),
-    "PER": lambda capacity, device, kind: ProportionalSampler(capacity, alpha=ALPHA, beta=BETA, td_error=kind),
-    "ReaPER": lambda capacity, device, kind: ReaPERSampler(capacity, td_error=kind),
-    "rank-based PER": lambda capacity, device, kind: RankBasedSampler(capacity, td_error=kind),
-    "event tables, ring": lambda capacity, device, kind: event_tables(capacity, "ring"),
-    "event tables, pinned": lambda capacity, device, kind: event_tables(capacity, "pinned"),
-    "slices": lambda capacity, device, kind: TrajectoryRetraceSampler(
-        capacity, slice_len=SLICE_LENGTH, behaviour_keys=()
-    ),
+# Name -> function of the capacity that makes the sampler.
+SAMPLERS: dict[str, Callable[[int], Any]] = {
+    "TorchRL uniform": lambda capacity: RandomSampler(),
+    "TorchRL PER": partial(PrioritizedSampler, alpha=ALPHA, beta=BETA),
+    "TorchRL PER, CUDA trees": partial(PrioritizedSampler, alpha=ALPHA, beta=BETA, device="cuda"),
+    "uniform": lambda capacity: RandomSampler(),
+    "PER": partial(ext.ProportionalSampler, alpha=ALPHA, beta=BETA, td_error="squared"),
+    "ReaPER": partial(ext.ReaPERSampler, td_error="squared"),
+    "rank-based PER": partial(ext.RankBasedSampler, td_error="squared"),
+    "event tables, ring": partial(event_tables, retention="ring"),
+    "event tables, pinned": partial(event_tables, retention="pinned"),
+    "slices": partial(ext.TrajectoryRetraceSampler, slice_len=SLICE_LENGTH, behaviour_keys=()),
 }
 
 
@@ -123,25 +108,25 @@ def has_priorities(name: str) -> bool:
     return "PER" in name
 
 
-def full_buffer(name: str, mode: str, data: TensorDict, td_error: str = "squared", **arguments: Any) -> Any:
+def full_buffer(name: str, mode: str, data: TensorDict, **arguments: Any) -> Any:
     """A buffer with the sampler of this name, on the device of `data`, full of `data`.
 
     A tenth of the buffer has been overwritten. The priority of every transition was updated once.
 
     Raises:
-        TimeoutError: if the time to fill buffers has passed.
+        TimeoutError: if the time is over.
     """
-    require_time(FILLING)
+    require_time()
     capacity, device = len(data), data["observation"].device
-    sampler = SAMPLERS[name](capacity, device, td_error)
-    if isinstance(sampler, EventTableSampler):
-        arguments["writer"] = EventTableWriter(sampler.tables)
+    sampler = SAMPLERS[name](capacity)
+    if isinstance(sampler, ext.EventTableSampler):
+        arguments["writer"] = ext.EventTableWriter(sampler.tables)
     if mode == EAGER:
         storage = LazyTensorStorage(capacity, device=device)
         buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, **arguments)
     else:
-        storage = CompilableTensorStorage(capacity, device=device)
-        buffer = CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
+        storage = ext.CompilableTensorStorage(capacity, device=device)
+        buffer = ext.CompilableReplayBuffer(storage=storage, sampler=sampler, **arguments)
     for chunk in (*data.split(FILL_CHUNK), *data.split(max(1, len(data) // 10))[:1]):
         buffer.extend(chunk.clone())
     if has_priorities(name):

@@ -9,22 +9,10 @@ from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
-from recipes.benchmark.buffers import (
-    CPU,
-    EAGER,
-    OURS,
-    Stream,
-    contender,
-    full_buffer,
-    has_priorities,
-    modes,
-    samplers,
-    td_errors,
-    transitions,
-)
+from recipes.benchmark import buffers
 from recipes.benchmark.peers import PEERS
 from recipes.benchmark.results import Row
-from recipes.benchmark.timing import Case, in_shares, measure, require_time, skipping
+from recipes.benchmark.timing import Case, measure, require_time, skipping
 from torchrl_replay_ext import compile_step
 
 WRITES = (("add", 1), ("extend", 1), ("extend", 8), ("extend", 64))
@@ -32,12 +20,12 @@ WRITES = (("add", 1), ("extend", 1), ("extend", 8), ("extend", 64))
 
 def extend_names(device: torch.device) -> list[str]:
     """The contenders of the writes."""
-    return [name for name in samplers(device) if name != "uniform"]
+    return [name for name in buffers.samplers(device) if name != "uniform"]
 
 
 def cycle_names(device: torch.device) -> list[str]:
     """The contenders of the cycles."""
-    ours = [contender(mode, name) for name in samplers(device) for mode in modes(name, device)]
+    ours = [buffers.contender(mode, name) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
     return ours + (list(PEERS) if device.type == "cpu" else [])
 
 
@@ -64,57 +52,62 @@ def make_cycle(
     return torch.no_grad()(step)
 
 
+def writes(name: str, data: TensorDict) -> Iterable[Case]:
+    """The writes to TorchRL's buffer with a sampler."""
+    buffer, stream = buffers.full_buffer(name, buffers.EAGER, data), buffers.Stream()
+    for kind, count in WRITES:
+        row = Row("extend", kind, name, "TorchRL uniform", len(data), written=count)
+        if kind == "add":
+            yield Case(row, buffer.add, lambda: (stream.take(1)[0],))
+        else:
+            yield Case(row, buffer.extend, lambda count=count: (stream.take(count),))
+
+
+def cycles(name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
+    """The cycles of a sampler."""
+    buffer, device = buffers.full_buffer(name, mode, data), data["observation"].device
+    compiled = mode not in (buffers.EAGER, buffers.OURS)
+    cudagraphs = mode == buffers.GRAPH if compiled else None
+    for size in batch_sizes:
+        row = Row("cycle", "", buffers.contender(mode, name), "TorchRL PER", len(data), size)
+        step = make_cycle(buffer, size, updates=buffers.has_priorities(name), cudagraphs=cudagraphs)
+        yield Case(row, step, lambda size=size: (buffers.td_errors(size, device),), compiled=compiled)
+
+
+def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
+    """The cycles of another library."""
+    require_time()
+    cycle = PEERS[name](data)
+    for size in batch_sizes:
+        row = Row("cycle", "", name, "TorchRL PER", len(data), size)
+        yield Case(row, cycle, lambda size=size: (size, buffers.td_errors(size).numpy()))
+
+
 def measure_extend(names: list[str], options: Namespace) -> list[Row]:
     """Measure the writes, eager, to TorchRL's buffers. `names`: see extend_names."""
-
-    def cases(data: TensorDict) -> Iterable[Case]:
+    rows = []
+    for capacity in options.capacities:
+        data, cases = buffers.transitions(capacity), []
         for name in tqdm(names, desc="filling", leave=False):
             with skipping(name):
-                buffer, stream = full_buffer(name, EAGER, data), Stream()
-                for kind, count in WRITES:
-                    row = Row("extend", kind, name, "TorchRL uniform", len(data), written=count)
-                    if kind == "add":
-                        yield Case(row, buffer.add, lambda stream=stream: (stream.take(1)[0],))
-                    else:
-                        yield Case(row, buffer.extend, lambda stream=stream, count=count: (stream.take(count),))
-
-    return _measure(cases, "extend", options)
+                cases += writes(name, data)
+        rows += measure(cases, buffers.CPU, options.calls, f"extend, {capacity:,} slots")
+    return rows
 
 
 def measure_cycle(names: list[str], options: Namespace) -> list[Row]:
     """Measure the cycles; the compiled ones at the largest capacity. `names`: see cycle_names."""
-    device = options.device
-
-    def cases(data: TensorDict) -> Iterable[Case]:
-        for name in tqdm(samplers(device), desc="filling", leave=False):
-            chosen = [mode for mode in modes(name, device) if contender(mode, name) in names]
-            for mode in chosen:
-                compiled = mode not in (EAGER, OURS)
-                if compiled and len(data) < max(options.capacities):
-                    continue
-                with skipping(contender(mode, name)):
-                    buffer = full_buffer(name, mode, data)
-                    for size in options.batch_sizes:
-                        row = Row("cycle", "", contender(mode, name), "TorchRL PER", len(data), size)
-                        graphs = mode == "CUDA graph" if compiled else None
-                        step = make_cycle(buffer, size, updates=has_priorities(name), cudagraphs=graphs)
-                        yield Case(row, step, lambda size=size: (td_errors(size, device),), compiled=compiled)
-        for name in (name for name in PEERS if name in names):
+    rows, device, sizes = [], options.device, options.batch_sizes
+    chosen = [(name, mode) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
+    for capacity in options.capacities:
+        data, cases = buffers.transitions(capacity).to(device), []
+        for name, mode in tqdm(chosen, desc="filling", leave=False):
+            fits = mode in (buffers.EAGER, buffers.OURS) or capacity == max(options.capacities)
+            if fits and buffers.contender(mode, name) in names:
+                with skipping(buffers.contender(mode, name)):
+                    cases += cycles(name, mode, data, sizes)
+        for name in [name for name in PEERS if name in names]:
             with skipping(name):
-                require_time()
-                cycle = PEERS[name](data)
-                for size in options.batch_sizes:
-                    row = Row("cycle", "", name, "TorchRL PER", len(data), size)
-                    yield Case(row, cycle, lambda size=size: (size, td_errors(size).numpy()))
-
-    return _measure(cases, "cycle", options)
-
-
-def _measure(cases: Callable[[TensorDict], Iterable[Case]], label: str, options: Namespace) -> list[Row]:
-    rows = []
-    for capacity in in_shares(options.capacities):
-        label_of = f"{label}, {capacity:,} slots"
-        with skipping(label_of):
-            data = transitions(capacity).to(options.device if label == "cycle" else CPU)
-            rows += measure(list(cases(data)), data["observation"].device, options.calls, label_of)
+                cases += peer_cycles(name, data, sizes)
+        rows += measure(cases, device, options.calls, f"cycle, {capacity:,} slots")
     return rows

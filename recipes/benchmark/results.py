@@ -1,8 +1,8 @@
 """The results of recipes.benchmark as a CSV and as tables."""
 
-import csv
 import math
 import platform
+import re
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from recipes.common.files import code_version
-from recipes.common.tables import markdown
+from recipes.common.tables import markdown, rewrite
 
 LIBRARIES = ("torch", "torchrl", "tensordict", "numba", "numpy", "gymnasium", "cpprb", "stable_baselines3")
 UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only"
@@ -18,14 +18,9 @@ UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only
 TABLES = {
     "extend": ("write rows to {capacity:,} slots, µs (times {reference})", "{case} {written}"),
     "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "batch {batch_size}"),
-    "updates": (
-        "update, {capacity:,} slots, µs (more than with uniform draws; divided by the same of TorchRL's PER)",
-        "{case}, batch {batch_size}",
-    ),
-    "compile": (
-        "write {written} + sample {batch_size} + update, {capacity:,} slots: compilation, s (times {reference})",
-        "{case} cache",
-    ),
+    # times: what a sampler adds, divided by what TorchRL's PER adds
+    "updates": ("update, {capacity:,} slots, µs (beyond uniform; times TorchRL's PER)", "{case}, batch {batch_size}"),
+    "compile": ("compile write {written}, cycle {batch_size} of {capacity:,}, s (times {reference})", "{case} cache"),
     "training": ("training, CPU time of one environment step, µs (times {reference})", "{case}"),
 }
 
@@ -36,7 +31,7 @@ class Row:
 
     Args:
         measurement: "extend", "cycle", "updates", "compile" or "training".
-        case: what is measured: "add" or "extend"; "cold" or "warm"; the algorithm, such as "DQN"; "" for cycles.
+        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN"; "" for cycles.
         contender: name of the measured buffer or loop.
         reference: name of the contender that this one is compared with.
         capacity: capacity of the buffer.
@@ -106,10 +101,7 @@ def save(rows: list[Row], device: torch.device, directory: Path) -> None:
     compare(rows)
     label = {"chip": chip(device), "torch": torch.__version__, "commit": code_version()}
     path = directory / "benchmark.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *label])
-        writer.writeheader()
-        writer.writerows(asdict(row) | label for row in rows)
+    rewrite(path, [asdict(row) | label for row in rows])
     installed = {each.name.replace("-", "_"): each.version for each in metadata.distributions()}
     versions = [f"{name} {installed[name]}" for name in LIBRARIES if name in installed]
     text = f"{tables(rows)}\n{'; '.join([', '.join(versions), label['chip'], 'commit ' + label['commit']])}\n"
@@ -122,6 +114,5 @@ def chip(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*: (.*)", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()

@@ -2,48 +2,27 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from recipes.benchmark.results import Row
 
-Item = TypeVar("Item")
-
 CPU_WINDOW, DEVICE_WINDOW = 10, 50  # successive calls of a contender
 WARM_UP = 5  # calls before the measurement
-FILLING = 0.5  # share of the time for a measurement after which no more buffers are filled
 
-_begin, _end = 0.0, float("inf")  # of the time for the current item of in_shares, by time.monotonic
+_end = float("inf")  # of the time, by time.monotonic
 
 
 def limit(seconds: float) -> None:
-    """End all measurements after so many seconds."""
-    global _begin, _end
-    _begin = time.monotonic()
-    _end = _begin + seconds
-
-
-def in_shares(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, with an equal share of the time that is left for each."""
-    global _begin, _end
-    end, items = _end, list(items)
-    for number, item in enumerate(items):
-        _begin = time.monotonic()
-        _end = _begin + (end - _begin) / (len(items) - number)
-        yield item
-    _end = end
-
-
-def require_time(share: float = 1.0) -> None:
-    """Raise TimeoutError if this share of the time for the current item of in_shares has passed."""
-    if time.monotonic() > _begin + share * (_end - _begin):
-        raise TimeoutError("no time is left (--max-seconds)")
+    """Begin nothing more after so many seconds."""
+    global _end
+    _end = time.monotonic() + seconds
 
 
 @contextmanager
@@ -55,6 +34,12 @@ def skipping(what: str) -> Iterator[None]:
         tqdm.write(f"{what} is skipped: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
 
 
+def require_time() -> None:
+    """Raise TimeoutError if the time is over."""
+    if time.monotonic() > _end:
+        raise TimeoutError("no time is left (--max-seconds)")
+
+
 @dataclass
 class Case:
     """A step to measure.
@@ -63,7 +48,6 @@ class Case:
         row: the row of the table; `measure` sets its `microseconds`.
         step: the step.
         inputs: makes the arguments of a call; not measured. Default: no arguments.
-        units: updates per step; the time is divided by them. Default: 1.
         compiled: whether the first call compiles. Default: False.
         seconds: times per step. Default: [].
     """
@@ -71,7 +55,6 @@ class Case:
     row: Row
     step: Callable[..., object]
     inputs: Callable[[], tuple[Any, ...]] = tuple
-    units: int = 1
     compiled: bool = False
     seconds: list[float] = field(default_factory=list)
 
@@ -81,17 +64,15 @@ def timed(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
 
     On the CPU it is CPU time. It leaves out the time for which a busy host suspends the process.
     """
-    if device.type == "cpu":
-        start = time.process_time()
-        for call in calls:
-            call()
-        return (time.process_time() - start) / len(calls)
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    on_cpu = device.type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    synchronize = (lambda: None) if on_cpu else partial(torch.cuda.synchronize, device)
+    synchronize()
+    start = clock()
     for call in calls:
         call()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / len(calls)
+    synchronize()
+    return (clock() - start) / len(calls)
 
 
 def measure(cases: Sequence[Case], device: torch.device, num_calls: int, label: str) -> list[Row]:
@@ -123,5 +104,5 @@ def measure(cases: Sequence[Case], device: torch.device, num_calls: int, label: 
             calls = [partial(case.step, *case.inputs()) for _ in range(window)]
             case.seconds += [timed([call], device) for call in calls] if on_cpu else [timed(calls, device)]
     for case in running:
-        case.row.microseconds = 1e6 * statistics.median(case.seconds) / case.units
+        case.row.microseconds = 1e6 * statistics.median(case.seconds)
     return [case.row for case in running]

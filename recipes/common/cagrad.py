@@ -72,15 +72,10 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
     """
     each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
     gradients = torch.autograd.grad(losses, parameters, each, is_grads_batched=True)  # of each parameter, [K, *shape]
-    products = torch.stack([_products(gradient.reshape(len(losses), -1)) for gradient in gradients]).sum(0)
+    flat = [gradient.reshape(len(losses), -1).double() for gradient in gradients]
+    products = torch.stack([gradient @ gradient.mT for gradient in flat]).sum(0)  # <g_i, g_j>, [K, K]
     coefficients = _coefficients(products, c, weights)
     return [torch.tensordot(coefficients.to(gradient.dtype), gradient, 1) for gradient in gradients]
-
-
-def _products(gradients: Tensor) -> Tensor:
-    """<g_i, g_j> in float64, [K, K], of gradients [K, P]."""
-    double = gradients.double()
-    return double @ double.mT
 
 
 def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,13 +25,11 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from recipes.common.errors import ConfigError, did_you_mean, reason
 from recipes.common.files import CHECKPOINT, CONFIG, load_config
-from recipes.common.help import help_text
-from recipes.common.hints import compose_config, explain
+from recipes.common.options import compose_config, explain, help_text
+from recipes.common.schemas import SCHEMAS
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
-
-Schema = TypeVar("Schema")
 
 OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 
@@ -43,7 +41,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
 
     Args:
         name: the recipe's module, without the leading "recipes.". The last part of the name is also that of its
-            configuration, recipes/conf/<part>.yaml, and of its class, recipes.common.schemas.<part>.Config.
+            configuration, recipes/conf/<part>.yaml, and of its class, in recipes.common.schemas.
         function: name of the module's function that runs a job. It is called with the checked configuration and the
             run directory, which it makes, and returns an exit code. It may raise ConfigError before training starts.
             Default: "train".
@@ -57,7 +55,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         jobs = [options.words]
         with explained(name, options.words):
             if options.help:
-                print(help_text(name, schema_of(name), options.words))
+                print(help_text(name, SCHEMAS[name.split(".")[-1]], options.words))
                 sys.exit(DONE)
             if options.multirun:
                 overrides = OverridesParser.create().parse_overrides(options.words)
@@ -73,11 +71,6 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         sys.stderr.write("interrupted\n")
         sys.exit(INTERRUPTED)
     sys.exit(DONE)
-
-
-def schema_of(name: str) -> type:
-    """The class of a recipe's configuration."""
-    return import_module(f"recipes.common.schemas.{name.split('.')[-1]}").Config
 
 
 @contextmanager
@@ -106,15 +99,13 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
             raise ConfigError(f"{word}: write {word.replace('.name', '')}, which also sets the options of this sampler")
     with explained(name, words):
         composed = compose_config(name, words, hydra=True)
-        hydra, config = (
-            composed.hydra,
-            OmegaConf.masked_copy(composed, [key for key in map(str, composed) if key != "hydra"]),
-        )
+        hydra, own = composed.hydra, [key for key in map(str, composed) if key != "hydra"]
         run_dir = Path(hydra.sweep.dir, hydra.sweep.subdir) if multirun else Path(hydra.run.dir)
+        config = OmegaConf.masked_copy(composed, own)
     if config.get("resume") is not None:
         run_dir = Path(config.resume)
         config = resumed_config(config, run_dir, words)
-    parsed = parse_config(config, schema_of(name))
+    parsed = parse_config(config, SCHEMAS[name.split(".")[-1]])
     if study := getattr(parsed, "study", None):
         for variant, env in itertools.product(study.variants, study.envs):
             try:
@@ -162,23 +153,21 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
     if other := sorted({*map(str, resumed)} ^ {*map(str, config)}):
         raise ConfigError(f"resume={run_dir}: a run of another recipe; only one of the two has {', '.join(other)}")
     for word in words:
-        key = word.split("=")[0]
+        key, others = word.split("=")[0], ", ".join(RESUMABLE[1:])
         if key not in RESUMABLE:
-            raise ConfigError(
-                f"{word}: a resumed run keeps its configuration; only {', '.join(RESUMABLE[1:])} can change"
-            )
+            raise ConfigError(f"{word}: a resumed run keeps its configuration; only {others} can change")
         resumed[key] = config[key]
     return resumed
 
 
-def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schema:
+def parse_config(config: DictConfig | ListConfig, schema: Any) -> Any:
     """The configuration as a `schema` dataclass.
 
     Raises:
         ConfigError: if a key is unknown or missing, or a value has the wrong type or is out of range.
     """
     try:
-        parsed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config))
     except ConfigKeyError as error:
         where, _, key = str(error.full_key).rpartition(".")
         names = [field.name for field in fields(error.object_type)] if is_dataclass(error.object_type) else []
@@ -188,15 +177,16 @@ def parse_config(config: DictConfig | ListConfig, schema: type[Schema]) -> Schem
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(parsed, schema)
-    return parsed
 
 
 @contextmanager
-def interruption() -> Iterator[Callable[[], bool]]:
+def interruption(stop: Callable[[], object] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Record Ctrl-C (SIGINT) and SIGTERM, so that the training loop can stop between two batches.
 
     A second signal raises KeyboardInterrupt at once.
+
+    Args:
+        stop: called at the first signal. Default: does nothing.
 
     Yields:
         A function that returns whether a signal has arrived.
@@ -207,6 +197,7 @@ def interruption() -> Iterator[Callable[[], bool]]:
         if signals:
             raise KeyboardInterrupt
         signals.append(number)
+        stop()
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -3,16 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Discrete
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import MultiStepTransform
 
 from recipes.common.config import RunConfig
-from recipes.common.n_step import NStep
 from recipes.common.replayable_env import ReplayableEnv
 
 # Number of finished episodes whose returns are kept.
@@ -66,6 +66,76 @@ class EpsilonRandom:
         self._rng.bit_generator.state = state["rng"]
 
 
+# Whether an episode terminated within the n steps. ("next", "terminated") stays that of the first step.
+TERMINATED = "n_step_terminated"
+
+
+class NStep:
+    """Makes n-step transitions with TorchRL's MultiStepTransform.
+
+    The reward of a transition becomes the discounted sum of up to n rewards, and its next observation the one after the
+    last of these steps. Both stop at the end of the episode. "steps_to_next_obs" holds their number, by which TorchRL's
+    losses discount. The ends of episodes and the events stay those of the transition's own step, so samplers see the
+    same episodes as without n steps. The loss reads ("next", TERMINATED), which the transform takes from the last step.
+
+    A transition is complete when n further steps have been made, so the newest n steps of each environment are held
+    back.
+
+    Args:
+        n: number of steps, >= 2.
+        gamma: discount factor.
+        num_envs: number of environments.
+        flags: names of the events in the data.
+    """
+
+    def __init__(self, n: int, gamma: float, num_envs: int, flags: Sequence[str] = ()):
+        self.n, self._num_envs = n, num_envs
+        own = ["done", "terminated", "truncated", *(("events", name) for name in flags)]
+        self._transform = lambda: MultiStepTransform(n, gamma, done_keys=own)
+        self._held: TensorDictBase | None = None
+
+    @property
+    def missing(self) -> int:
+        """Steps of each environment that are held back before the first transition is complete."""
+        return self.n if self._held is None else 0
+
+    def __call__(self, data: TensorDict) -> TensorDict:
+        """The transitions that are complete now.
+
+        Args:
+            data: more than :attr:`missing` consecutive steps of all environments, [steps * num_envs]: the first step of
+                all environments, then the second, and so on.
+
+        Returns:
+            [(steps - missing) * num_envs], in the same order.
+        """
+        data["next", TERMINATED] = data["next", "terminated"].clone()
+        rows = data.reshape(len(data) // self._num_envs, self._num_envs).transpose(0, 1).contiguous()
+        if self._held is not None:
+            rows = cast(TensorDict, torch.cat([self._held, rows], 1))  # pyright: ignore[reportArgumentType]
+        self._held = cast(TensorDict, rows[:, -self.n :].clone())
+        complete = cast(TensorDict, self._transform().inv(rows))
+        complete = complete.exclude("gamma", "nonterminal", ("next", "original_reward"))
+        return complete.transpose(0, 1).reshape(-1).contiguous()
+
+    def end_episodes(self, envs: Sequence[int]) -> None:
+        """Truncate the episodes of these environments at their newest step: they start new ones."""
+        if self._held is not None:
+            for env in envs:
+                if not self._held["next", "done"][env, -1]:
+                    self._held["next", "done"][env, -1] = True
+                    self._held["next", "truncated"][env, -1] = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that are held back."""
+        return {"held": None if self._held is None else self._held.to_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        held = state["held"]
+        self._held = None if held is None else TensorDict(held, [self._num_envs, self.n]).cpu()
+
+
 # Maps observations [envs, ...] to the actions, or to a dict of "action" and further entries to store, each [envs, ...].
 Behaviour = Callable[[np.ndarray], np.ndarray | dict[str, np.ndarray]]
 
@@ -84,7 +154,7 @@ class VectorCollector:
         seed: seed of the environments, see :func:`environment_seed`.
         flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
             Default: ().
-        n_step: n of n-step transitions, see :class:`~recipes.common.n_step.NStep`. The first batch then takes n more
+        n_step: n of n-step transitions, see :class:`NStep`. The first batch then takes n more
             steps of each environment. Default: 1.
         gamma: discount factor of n-step transitions. Default: 1.
         on_begin: called with the indices of environments that begin a new episode, before the behaviour acts there.
@@ -118,6 +188,8 @@ class VectorCollector:
         self.returns: deque[float] = deque(maxlen=_RECENT)
         self._lost: list[int] = []
         self._n_step = NStep(n_step, gamma, len(envs), flags) if n_step > 1 else None
+        # whether the newest steps are held back; the collector then ends the episodes of lost environments itself
+        self.holds_newest = self._n_step is not None
         # env steps of the last batch
         self.steps_of_batch = 0
 
@@ -139,42 +211,30 @@ class VectorCollector:
 
     def _collect(self, steps: int) -> TensorDict:
         self.steps_of_batch = steps * len(self._envs)
-        rows: list[tuple[np.ndarray, ...]] = []
-        names: list[str] = []
-        for _ in range(steps):
-            action = self._behaviour(self._observation)
-            kept: list[np.ndarray] = []
-            if isinstance(action, dict):
-                names = [name for name in action if name != "action"]
-                kept, action = [action[name] for name in names], action["action"]
-            rows.append((self._observation, action, self._trajectory, *self._step(action), *kept))
-        before, action, trajectory, after, reward, terminated, truncated, flags, *others = (
-            torch.from_numpy(np.concatenate(column)) for column in zip(*rows, strict=True)
-        )
+        rows = [self._step() for _ in range(steps)]
+        entries: dict[str, Any] = {key: torch.from_numpy(np.concatenate([row[key] for row in rows])) for key in rows[0]}
+        terminated, truncated, flags = (entries.pop(key) for key in ("terminated", "truncated", "flags"))
         following: dict[str, Any] = {
-            "observation": _observed(after),
-            "reward": reward.float().unsqueeze(1),
+            "observation": _observed(entries.pop("after")),
+            "reward": entries.pop("reward").float().unsqueeze(1),
             "done": (terminated | truncated).unsqueeze(1),
             "terminated": terminated.unsqueeze(1),
             "truncated": truncated.unsqueeze(1),
         }
         if self._flags:
             following["events"] = {name: flags[:, i : i + 1] for i, name in enumerate(self._flags)}
-        data = {"observation": _observed(before), "action": action, "collector": {"traj_ids": trajectory}}
-        data |= dict(zip(names, others, strict=True))
-        return TensorDict({**data, "next": following}, [len(action)], device="cpu")
+        entries |= {"observation": _observed(entries["observation"]), "next": following}
+        entries["collector"] = {"traj_ids": entries.pop("trajectory")}
+        return TensorDict(entries, [self.steps_of_batch], device="cpu")
 
-    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Step all environments and reset those whose episodes ended.
-
-        Returns:
-            Next observations, rewards, terminated, truncated, flags.
-        """
-        results = [env.step(action) for env, action in zip(self._envs, actions, strict=True)]
-        after, *columns, infos = zip(*results, strict=True)
-        reward, terminated, truncated = (
-            np.array(column, dtype) for column, dtype in zip(columns, (np.float64, bool, bool), strict=True)
-        )
+    def _step(self) -> dict[str, np.ndarray]:
+        """Step all environments, reset those whose episodes ended, and return the entries of the step by name."""
+        before, trajectory, chosen = self._observation, self._trajectory, self._behaviour(self._observation)
+        entries = chosen if isinstance(chosen, dict) else {"action": chosen}
+        results = [env.step(action) for env, action in zip(self._envs, entries["action"], strict=True)]
+        after, reward, terminated, truncated, infos = zip(*results, strict=True)
+        reward = np.array(reward, np.float64)
+        terminated, truncated = np.array(terminated, bool), np.array(truncated, bool)
         flags = np.array([[bool(info.get(name, False)) for name in self._flags] for info in infos], dtype=bool)
         self._return += reward
         self._observation = after = self._stack(after)
@@ -185,7 +245,9 @@ class VectorCollector:
                 self._observation[i] = self._envs[i].reset()
             self.returns.extend(self._return[done].tolist())
             self._begin(done)
-        return after, reward, terminated, truncated, flags
+        names = ("observation", "trajectory", "after", "reward", "terminated", "truncated", "flags")
+        columns = (before, trajectory, after, reward, terminated, truncated, flags)
+        return entries | dict(zip(names, columns, strict=True))
 
     def _begin(self, envs: Sequence[int] | np.ndarray) -> None:
         """Start new trajectories in these environments."""
@@ -199,11 +261,6 @@ class VectorCollector:
     def resume(self) -> list[int]:
         """After a resume: the indices of environments that could not continue their episodes and started new ones."""
         return self._lost
-
-    @property
-    def holds_newest(self) -> bool:
-        """Whether the newest steps are held back; the collector then ends the episodes of lost environments itself."""
-        return self._n_step is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next batches depend on."""

@@ -85,7 +85,7 @@ class EnvConfig(Checked):
         options: keyword arguments for gymnasium.make. Default: {}.
         training: keyword arguments for gymnasium.make in which the training environments differ from `options`, such
             as the shaping of rewards. Evaluations do not use them. Default: {}.
-        events: events by name, see recipes.common.events. Default: {}. Their largest `eta` must sum to at most 1.
+        events: events by name, see recipes.common.replay. Default: {}. Their largest `eta` must sum to at most 1.
         atari: preprocessing of an Atari game. Default: None, not an Atari game.
         random_score: mean return of random actions, normalized to 0. Default: None, no normalization.
         human_score: mean return of humans, normalized to 1. Default: None, no normalization.
@@ -119,15 +119,11 @@ class EnvConfig(Checked):
         names = [*self.evaluations, *(value for values in self.return_by.values() for value in values)]
         for name in names:
             if not name.isidentifier() or name == "mean" or names.count(name) > 1:
-                raise ValueError(
-                    f"env.evaluations, env.return_by: {name} must be an identifier other than mean, and occur once: it "
-                    f"names the column return_{name}"
-                )
-        scores = self.random_score, self.human_score
-        if scores != (None, None) and (None in scores or scores[0] == scores[1]):
-            raise ValueError(
-                f"env.random_score={scores[0]}, env.human_score={scores[1]}: must be two different numbers or both null"
-            )
+                text = f"{name} must be an identifier other than mean, and occur once; it names return_{name}"
+                raise ValueError(f"env.evaluations, env.return_by: {text}")
+        scores = {self.random_score, self.human_score}
+        fitting = scores == {None} or (None not in scores and len(scores) == 2)
+        self.require("random_score", fitting, "it and env.human_score must be two different numbers or both null")
         share = sum(event.largest_eta for event in self.events.values())
         if share > 1 + 1e-9:
             raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
@@ -214,6 +210,8 @@ class FixedRoundsConfig(LearningConfig):
 class RunConfig(Checked):
     """The options of conf/run.yaml, which all recipes share; the comments there explain them."""
 
+    # not fields: most recipes let the user choose them, see FixedRoundsRunConfig
+    updates_per_graph, weights = 1, "normalized"
     group: ClassVar[str]  # of the recipe's hyperparameters
     samplers: ClassVar[tuple[str, ...]] = (*PLAIN, *EVENT_TABLES)  # the values of sampler.name
 
@@ -270,16 +268,11 @@ class RunConfig(Checked):
         if name not in EVENT_TABLES:
             return
         if not self.env.events:
-            raise ValueError(
-                f"sampler={name}: env={self.env.name} has no events; define some, as in conf/env/threerooms.yaml"
-            )
+            text = "has no events; define some, as in conf/env/threerooms.yaml"
+            raise ValueError(f"sampler={name}: env={self.env.name} {text}")
         others = [event for event in self.env.events if event not in self.env.flags]
-        learning.require(
-            "n_step",
-            learning.n_step == 1 or not others,
-            f"{', '.join(others)} of env.events depends on the reward or observation of one step; use events that the "
-            "environment signals, or n_step=1",
-        )
+        text = "depends on the reward or observation of one step; use flags of the environment, or n_step=1"
+        learning.require("n_step", learning.n_step == 1 or not others, f"{', '.join(others)} of env.events {text}")
 
     def require_divides(self, key: str, multiple: str) -> None:
         """Raise ConfigError unless the value of `key` divides the hyperparameter `multiple`."""

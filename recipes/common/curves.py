@@ -12,23 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
 
-from recipes.common.csv_files import PROGRESS, read_csv, was_stopped
+from recipes.common import figures
 from recipes.common.errors import ConfigError
-from recipes.common.figures import (
-    Look,
-    count_steps,
-    env_label,
-    explain,
-    label,
-    looks,
-    panel_grid,
-    sample_line,
-    save,
-    styled,
-    threshold_line,
-)
 from recipes.common.files import CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
+from recipes.common.tables import PROGRESS, read_csv, was_stopped
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)
@@ -66,7 +54,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw_curves(
-    axes: Axes, groups: Mapping[str, Sequence[Curve]], column: str, looks: Mapping[str, Look], window: int = 1
+    axes: Axes, groups: Mapping[str, Sequence[Curve]], column: str, looks: Mapping[str, figures.Look], window: int = 1
 ) -> None:
     """Draw a line and a band for each group of runs; the caller labels the x axis, see `figures.count_steps`.
 
@@ -85,22 +73,18 @@ def draw_curves(
         if not len(steps):
             continue
         values = smooth(values, window)
-        every = max(1, len(steps) // MARKERS)
-        axes.plot(
-            steps,
-            interquartile_mean(values),
-            color=looks[group].color,
-            marker=looks[group].marker,
-            markevery=(place * every // len(groups), every),
-        )
+        every, (color, marker) = max(1, len(steps) // MARKERS), looks[group]
+        marked = (place * every // len(groups), every)
+        axes.plot(steps, interquartile_mean(values), color=color, marker=marker, markevery=marked)
         if len(runs) > 1:
-            axes.fill_between(steps, *bootstrap_interval(values), color=looks[group].color, **BAND)
-    axes.set(ylabel=label(column), xmargin=0.02)
+            axes.fill_between(steps, *bootstrap_interval(values), color=color, **BAND)
+    axes.set(ylabel=figures.label(column), xmargin=0.02)
 
 
-def curve_entries(groups: Iterable[str], looks: Mapping[str, Look]) -> dict[str, tuple[Artist, ...]]:
+def curve_entries(groups: Iterable[str], looks: Mapping[str, figures.Look]) -> dict[str, tuple[Artist, ...]]:
     """The entries of the legend: a line on its band for the label of each group."""
-    return {label(group): (Patch(color=looks[group].color, **BAND), sample_line(looks[group])) for group in groups}
+    marks = {group: (Patch(color=looks[group].color, **BAND), figures.sample_line(looks[group])) for group in groups}
+    return {figures.label(group): mark for group, mark in marks.items()}
 
 
 def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
@@ -184,7 +168,7 @@ def group_name(values: Mapping[str, object]) -> str:
     return ", ".join(names)
 
 
-@styled
+@figures.styled
 def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window: int = 1) -> Figure:
     """Draw a panel per environment and column.
 
@@ -197,20 +181,22 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
     for run in runs:
         by_env[run.env][run.group].append(run)
     panels = [(env, column) for env in by_env for column in columns]
-    figure, axes_of = panel_grid(len(panels), len(columns) if 1 < len(columns) <= 3 else 2)
-    chosen = looks(dict.fromkeys(run.group for run in runs))
+    figure, axes_of = figures.panel_grid(len(panels), len(columns) if 1 < len(columns) <= 3 else 2)
+    chosen = figures.looks(dict.fromkeys(run.group for run in runs))
     entries: dict = curve_entries(chosen, chosen)
     for axes, (env, column) in zip(axes_of, panels, strict=True):
         draw_curves(axes, by_env[env], column, chosen, window)
-        axes.set_xlabel(count_steps(axes.xaxis, max(run.steps[-1] for group in by_env[env].values() for run in group)))
-        axes.set_title(env_label(env))
+        largest = max(run.steps[-1] for group in by_env[env].values() for run in group)
+        axes.set_xlabel(figures.count_steps(axes.xaxis, largest))
+        axes.set_title(figures.env_label(env))
         first = next(iter(by_env[env].values()))[0]
         if first.threshold is not None and column == first.column:
-            threshold_line(axes, first.threshold, entries, len(by_env) > 1)
-    explain(figure, entries, curve_note([group for groups in by_env.values() for group in groups.values()], window))
+            figures.threshold_line(axes, first.threshold, entries, len(by_env) > 1)
+    groups = [group for groups in by_env.values() for group in groups.values()]
+    figures.explain(figure, entries, curve_note(groups, window))
     return figure
 
 
 def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
     """Draw the mean returns of runs into the PNG or SVG `out`."""
-    save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)
+    figures.save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)

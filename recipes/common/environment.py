@@ -33,7 +33,7 @@ def make_env(
         ConfigError: if the environment cannot be made with this id and these options, if its spaces do not match, or
             if it does not signal a configured event.
     """
-    env = _make(config, training=training)
+    env = _make(config, training)
     space, vectors = env.action_space, len(env.observation_space.shape or ()) == 1
     games = config.atari is not None or isinstance(env.unwrapped, MinAtar)
     if isinstance(space, Discrete) and Discrete in actions and (vectors or games):
@@ -78,7 +78,7 @@ class TerminalTruncation(gymnasium.Wrapper):
         return observation, reward, terminated or truncated, False, info
 
 
-def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
+def _make(config: EnvConfig, training: bool) -> gymnasium.Env:
     options = config.options | config.training if training else config.options
     try:
         if config.atari is not None:
@@ -87,21 +87,16 @@ def _make(config: EnvConfig, *, training: bool = False) -> gymnasium.Env:
             env = gymnasium.make(config.id, **options)
             if type(env.unwrapped).__name__ == "BipedalWalker":
                 env = FreshWorld(env)
-    except ConfigError:
-        raise
     # constructors of environments raise many kinds of errors for invalid options
     except Exception as error:
-        raise ConfigError(f"env.id={config.id}: {error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError(f"env.id={config.id}: {error}") from error
     if config.truncation == "terminal":
         env = TerminalTruncation(env)
     if config.flags:
         env.reset()
         info = env.step(env.action_space.sample())[4]
         found = [name for name, value in info.items() if isinstance(value, (bool, np.bool_))]
-        missing = [name for name in config.flags if name not in found]
-        if missing:
-            raise ConfigError(
-                f"env.events: the info of {config.id} has no flag {', '.join(missing)}; its flags are "
-                f"{', '.join(found) or 'none'}"
-            )
+        if missing := [name for name in config.flags if name not in found]:
+            flags = f"has no flag {', '.join(missing)}; its flags are {', '.join(found) or 'none'}"
+            raise ConfigError(f"env.events: the info of {config.id} {flags}")
     return env

@@ -1,9 +1,9 @@
 """Evaluates a fixed policy in whole episodes."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -12,22 +12,12 @@ from gymnasium.spaces import flatdim
 from recipes.common.config import EnvConfig
 from recipes.common.errors import ConfigError
 
-
-@runtime_checkable
-class PolicyWithMemory(Protocol):
-    """A policy whose actions depend on the previous steps of an episode."""
-
-    def begin(self, count: int) -> Callable[[np.ndarray, Sequence[int]], np.ndarray]:
-        """Begin ``count`` episodes.
-
-        Returns:
-            A function of observations [n, ...] and the numbers of the n episodes that they are from; it returns the
-            actions [n, ...] and remembers the observations.
-        """
-        ...
-
-
-Policy = Callable[[np.ndarray], np.ndarray] | PolicyWithMemory
+# Maps observations [n, ...] to actions [n, ...]. If actions depend on the previous steps of an episode, the policy has
+# a method `begin` instead: it begins a number of episodes and returns a function of observations [n, ...] and the
+# numbers of the n episodes that they are from, which returns the actions [n, ...] and remembers the observations.
+Policy = Any
+# Maps observations [n, ...] and actions [n, ...] to the values [n] of the steps.
+Value = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass
@@ -46,27 +36,22 @@ class Episode:
 
 
 def evaluate(
-    policy: Policy,
-    envs: list[gymnasium.Env],
-    *,
-    epsilon: float = 0.0,
-    seed: list[int],
-    value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+    policy: Policy, envs: list[gymnasium.Env], *, epsilon: float = 0.0, seed: list[int], value: Value | None = None
 ) -> list[Episode]:
     """Play one episode in each environment, all at the same time.
 
     Args:
-        policy: maps observations [n, ...] to actions [n, ...], or a policy with memory.
+        policy: the policy, with or without memory.
         envs: one environment per episode.
         epsilon: probability of a uniformly random action, for discrete actions counted from 0. Default: 0.
         seed: seed of the environments and the random actions. Training uses other generators.
-        value: maps observations [n, ...] and actions [n, ...] to the values [n] of the steps. Default: None.
+        value: the values of the steps. Default: None.
     """
     rng = np.random.default_rng(seed)
     starts = [env.reset(seed=int(rng.integers(2**31))) for env in envs]
     observations, episodes = [start[0] for start in starts], [Episode(start[1]) for start in starts]
     num_actions = flatdim(envs[0].action_space)
-    act = policy.begin(len(envs)) if isinstance(policy, PolicyWithMemory) else lambda observed, _: policy(observed)
+    act = policy.begin(len(envs)) if hasattr(policy, "begin") else lambda observed, _: policy(observed)
     running = list(range(len(envs)))
     while running:
         observed = np.stack([observations[i] for i in running])
@@ -100,36 +85,17 @@ class Evaluation:
     def __init__(self, make: Callable[[EnvConfig], gymnasium.Env], config: EnvConfig, episodes: int):
         self._config = config
         self.envs = [make(config) for _ in range(episodes)]
-        further = {
-            name: replace(config, options=config.options | options) for name, options in config.evaluations.items()
-        }
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         if config.return_by:
             info = self.envs[0].reset(seed=0)[1]
-            missing = [entry for entry in config.return_by if entry not in info]
-            if missing:
-                raise ConfigError(
-                    f"env.return_by.{missing[0]}: the info of {config.id} has no such entry; its entries are "
-                    f"{', '.join(map(str, info)) or 'none'}"
-                )
-        self._further = {name: [make(other) for _ in range(episodes)] for name, other in further.items()}
-
-    @property
-    def observation_space(self) -> gymnasium.Space:
-        """The observations of one environment."""
-        return self.envs[0].observation_space
-
-    @property
-    def action_space(self) -> gymnasium.Space:
-        """The actions of one environment."""
-        return self.envs[0].action_space
+            if missing := [entry for entry in config.return_by if entry not in info]:
+                text = f"has no such entry; its entries are {', '.join(map(str, info)) or 'none'}"
+                raise ConfigError(f"env.return_by.{missing[0]}: the info of {config.id} {text}")
+        others = {name: replace(config, options=config.options | more) for name, more in config.evaluations.items()}
+        self._further = {name: [make(other) for _ in range(episodes)] for name, other in others.items()}
 
     def columns(
-        self,
-        policy: Policy,
-        *,
-        epsilon: float,
-        seed: list[int],
-        value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        self, policy: Policy, *, epsilon: float, seed: list[int], value: Value | None = None
     ) -> dict[str, float]:
         """Evaluate a policy and return the columns of progress.csv; the arguments are those of :func:`evaluate`."""
         episodes = evaluate(policy, self.envs, epsilon=epsilon, seed=seed, value=value)

@@ -7,9 +7,9 @@ colour-blind readers.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import yaml
 from matplotlib import style
@@ -44,22 +44,16 @@ STYLE: list[Any] = ["default", _TEXTS["style"]]
 LOOKS = {name: Look(*look) for name, look in _TEXTS["looks"].items()}
 SYMBOLS = {"alpha": "α", "omega": "ω", "eta0": "η₀"}
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def styled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function that draws a figure or writes it: it uses the project's style, whatever matplotlibrc says."""
-    return style.context(STYLE)(function)
+# Decorates a function that draws a figure or writes it: it uses the project's style, whatever matplotlibrc says.
+styled = style.context(STYLE)
 
 
 def label(name: str) -> str:
     """The text for a sampler, a variant of a study or a column: "sset" is "event tables", "alpha .4" is "α = 0.4"."""
     if name in _TEXTS["labels"]:
         return _TEXTS["labels"][name]
-    text = re.sub(
-        rf"\b({'|'.join(SYMBOLS)}) (\d*\.?\d+)", lambda found: f"{SYMBOLS[found[1]]} = {float(found[2]):g}", name
-    )
+    pattern = rf"\b({'|'.join(SYMBOLS)}) (\d*\.?\d+)"
+    text = re.sub(pattern, lambda found: f"{SYMBOLS[found[1]]} = {float(found[2]):g}", name)
     return re.sub(r"(= \S+) (?=[αωη])", r"\1, ", text)
 
 
@@ -100,9 +94,8 @@ def panel_grid(
 
 def count_steps(axis: Axis, largest: float, text: str = "environment steps") -> str:
     """Mark an axis of steps in thousands or millions if they are many; return its label."""
-    unit, name = next(
-        (pair for pair in ((1e6, " (millions)"), (1e3, " (thousands)")) if largest >= 5 * pair[0]), (1.0, "")
-    )
+    units = ((1e6, " (millions)"), (1e3, " (thousands)"), (1.0, ""))
+    unit, name = next((pair for pair in units if largest >= 5 * pair[0]), units[-1])
     axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(lambda value, _: f"{value / unit:g}")
     return text + name

@@ -68,8 +68,7 @@ def locked(directory: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with _opened(directory) as descriptor:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -77,16 +76,20 @@ def locked(directory: Path) -> Iterator[None]:
         except OSError:  # some network file systems
             pass
         yield
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def code_version() -> str:

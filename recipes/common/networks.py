@@ -1,9 +1,11 @@
 """Networks for observations that are vectors or stacked frames."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torchrl.modules import MLP
+from torchrl.modules import MLP, ConvNet
 
 
 def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
@@ -14,9 +16,9 @@ def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
 
 # Normalized observations are clipped to this number of standard deviations.
 OBSERVED = 10.0
-# Filters, kernel size and stride of each layer.
-_ATARI = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-_MINATAR = ((16, 3, 1),)
+# filters, kernel sizes and strides of the layers
+_ATARI: Any = ([32, 64, 64], [8, 4, 3], [4, 2, 1])
+_MINATAR: Any = ([16], [3], [1])
 _LEAST_PIXELS = 36  # smallest image for _ATARI
 
 
@@ -33,19 +35,14 @@ class Convolutions(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], device: torch.device | None = None):
         super().__init__()
-        channels, *sides = shape
-        layers: list[nn.Module] = []
-        for filters, kernel, stride in _ATARI if min(sides) >= _LEAST_PIXELS else _MINATAR:
-            layers += [nn.Conv2d(channels, filters, kernel, stride, device=device), nn.ReLU()]
-            channels = filters
-        self.layers = nn.Sequential(*layers, nn.Flatten())
+        layers = _ATARI if min(shape[1:]) >= _LEAST_PIXELS else _MINATAR
+        self.layers = ConvNet(shape[0], None, *layers, activation_class=nn.ReLU, device=device)
         with torch.no_grad():
             self.num_features = self.layers(torch.zeros(1, *shape, device=device)).shape[1]
 
     def forward(self, observation: Tensor) -> Tensor:
         """Features [..., num_features] of observations [..., channels, height, width]."""
-        images = observation.reshape(-1, *observation.shape[-3:]).to(torch.float32) / 255
-        return self.layers(images).reshape(*observation.shape[:-3], self.num_features)
+        return self.layers(observation.to(torch.float32) / 255)
 
 
 def make_network(
@@ -95,9 +92,8 @@ class Normalizer(nn.Module):
     def __init__(self, size: int, *, active: bool):
         super().__init__()
         self.active = active
-        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        for name, length in (("mean", size), ("square", size), ("count", 1)):
+            self.register_buffer(name, torch.zeros(length, dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, observations: Tensor) -> None:

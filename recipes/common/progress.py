@@ -1,6 +1,5 @@
 """Logs a run: progress.csv and an optional TorchRL logger."""
 
-import importlib.util
 import math
 import sys
 from collections import defaultdict
@@ -8,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 from recipes.common.config import LoggerConfig
-from recipes.common.csv_files import PROGRESS, append_rows, read_csv, rewrite
 from recipes.common.errors import ConfigError, reason
-
-VIDEO = "evaluation"  # name of videos in the logger
+from recipes.common.tables import PROGRESS, append_rows, read_csv, rewrite
 
 
 class Progress:
@@ -38,12 +34,9 @@ class Progress:
         self.path = run_dir / PROGRESS if config.csv else None
         self._backend = backend = config.backend
         self._waiting: list[dict[str, float]] = []
+        name: Any = backend or ""
         try:
-            self.logger = get_logger(
-                backend or "",  # pyright: ignore[reportArgumentType]: NotImplementedError for unknown names
-                logger_name=str(run_dir),
-                experiment_name=backend or "",
-            )
+            self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=name)
         except (ImportError, NotImplementedError) as error:
             raise ConfigError(f"logger={backend}: {error}; install the package or use logger=csv") from error
         if self.path is not None and self.path.is_file():
@@ -66,14 +59,9 @@ class Progress:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
             for name, values in (histograms or {}).items():
-                bins: Any = "auto" if self._backend == "tensorboard" else 64
                 data: Any = values.cpu().numpy()
+                bins: Any = "auto" if self._backend == "tensorboard" else 64
                 self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
-
-    def show(self, frames: np.ndarray, step: int) -> None:
-        """Send a video [frames, height, width, 3] to the backend; does nothing without backend or moviepy."""
-        if self.logger and importlib.util.find_spec("moviepy") is not None:
-            self.logger.log_video(VIDEO, torch.from_numpy(frames).movedim(-1, 1).unsqueeze(0), step=step)
 
     def flush(self) -> None:
         """Write the rows that could not be written before. If it raises OSError, the file is unchanged."""

@@ -46,7 +46,7 @@ def room_columns(config: EnvConfig, values: TargetValues, gamma: float) -> Calla
     if not isinstance(world, Rooms):
         return dict
     # Leave out the goal states: episodes end there, so their Q-values are never learned.
-    states = (world.dynamics().next_state != np.arange(world.num_states)[:, None]).any(1)
+    states = (world.dynamics.next_state != np.arange(world.num_states)[:, None]).any(1)
     observations, optimal = world.observations[states], torch.as_tensor(world.optimal_q(gamma)[states])
 
     def columns() -> dict[str, float]:

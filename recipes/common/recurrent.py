@@ -29,9 +29,13 @@ class RecurrentNetwork(nn.Module):
         self.cell = nn.LSTMCell(num_observed, units, device=device)
         self.head = MLP(units, num_actions, num_cells=hidden_sizes, activation_class=nn.ReLU, device=device)
 
-    def begin(self, count: int) -> Tensor:
+    def initial(self, count: int) -> Tensor:
         """The recurrent states [count, 2, units] at the beginning of episodes."""
         return self.cell.weight_hh.new_zeros(count, 2, self.cell.hidden_size)
+
+    def begin(self, count: int) -> "RecurrentEpisodes":
+        """Begin ``count`` greedy episodes, see recipes.common.evaluation.Policy."""
+        return RecurrentEpisodes(self, count)
 
     def step(self, observation: Tensor, state: Tensor) -> Tensor:
         """The recurrent states [n, 2, units] after one step, from observations [n, size] and the states before."""
@@ -78,7 +82,7 @@ class RecurrentEpisodes:
 
     def __init__(self, network: RecurrentNetwork, count: int):
         self._network = network
-        self.state = network.begin(count)
+        self.state = network.initial(count)
 
     @torch.no_grad()
     def __call__(self, observations: np.ndarray, episodes: Sequence[int]) -> np.ndarray:
@@ -88,22 +92,7 @@ class RecurrentEpisodes:
         return self._network.values(after).argmax(-1).cpu().numpy()
 
 
-class RecurrentGreedy:
-    """A :class:`~recipes.common.evaluation.PolicyWithMemory` that takes the actions with the largest Q-values.
-
-    Args:
-        network: the network.
-    """
-
-    def __init__(self, network: RecurrentNetwork):
-        self._network = network
-
-    def begin(self, count: int) -> RecurrentEpisodes:
-        """Begin ``count`` episodes."""
-        return RecurrentEpisodes(self._network, count)
-
-
-class RecurrentBehaviour:
+class RecurrentBehaviour(EpsilonRandom):
     """An epsilon-greedy behaviour policy that stores the recurrent state before each step as "recurrent_state".
 
     Args:
@@ -114,26 +103,15 @@ class RecurrentBehaviour:
     """
 
     def __init__(self, network: RecurrentNetwork, action_space: gymnasium.Space, num_envs: int, *, seed: int):
-        self._episodes = RecurrentEpisodes(network, num_envs)
-        self._all = list(range(num_envs))
-        self._greedy = np.zeros(num_envs, dtype=np.int64)
-        self._epsilon_random = EpsilonRandom(lambda _: self._greedy, action_space, seed=seed)
+        self._episodes, self._all = RecurrentEpisodes(network, num_envs), range(num_envs)
+        super().__init__(lambda _: self._greedy, action_space, seed=seed)
 
     def __call__(self, observations: np.ndarray) -> dict[str, np.ndarray]:
         """The actions for ``observations``, and the recurrent states before this step."""
         before = self._episodes.state.cpu().numpy().copy()
         # random actions, too, need the recurrent state after this observation
         self._greedy = self._episodes(observations, self._all)
-        return {"action": self._epsilon_random(observations), "recurrent_state": before}
-
-    @property
-    def epsilon(self) -> float:
-        """Probability of a random action."""
-        return self._epsilon_random.epsilon
-
-    @epsilon.setter
-    def epsilon(self, value: float) -> None:
-        self._epsilon_random.epsilon = value
+        return {"action": super().__call__(observations), "recurrent_state": before}
 
     def begin(self, envs: Sequence[int] | np.ndarray) -> None:
         """Begin new episodes in these environments."""
@@ -141,9 +119,9 @@ class RecurrentBehaviour:
 
     def state_dict(self) -> dict[str, Any]:
         """The generator of random actions and the recurrent states."""
-        return {"random": self._epsilon_random.state_dict(), "recurrent_state": self._episodes.state}
+        return {**super().state_dict(), "recurrent_state": self._episodes.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`."""
-        self._epsilon_random.load_state_dict(state["random"])
+        super().load_state_dict(state)
         self._episodes.state.copy_(state["recurrent_state"])

@@ -28,12 +28,15 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError, LostProcess
 from recipes.common.files import CHECKPOINT
 from recipes.common.progress import warn
-from recipes.common.replay import make_replay, make_sampler, stored_keys
-from recipes.common.schemas.distributed import Config
+from recipes.common.replay import FLAGS, make_replay, make_sampler
+from recipes.common.schemas import DistributedRun
 from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer
 from torchrl_replay_ext.sharding import Lost
 
 TRAJECTORY = ("collector", "traj_ids")
+# Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
+NEXT = ("observation", "reward", "done", "terminated", "truncated")
+STORED_KEYS = ("observation", "action", TRAJECTORY, *(("next", name) for name in NEXT))
 
 
 @contextmanager
@@ -61,20 +64,18 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
         if not ray.is_initialized():
             # By default, Ray's workers run at low priority, but they do most of the work.
             os.environ.setdefault("RAY_worker_niceness", "0")
-            local = {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False}
+            # Output of actors would break the progress bar. Their errors are raised where results are awaited.
+            options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+            if address is None:
+                options |= {"num_cpus": max(num_actors, os.cpu_count() or 1), "include_dashboard": False}
             try:
-                # Output of actors would break the progress bar. Their errors are raised where results are awaited.
-                options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-                ray.init(address=address or "local", **options, **(local if address is None else {}))
+                ray.init(address=address or "local", **options)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(f"address={address}: {error}") from error
             started.callback(ray.shutdown)
-        available = ray.cluster_resources().get("CPU", 0)
-        if available < num_actors:
-            raise ConfigError(
-                f"num_collectors={num_collectors} num_shards={num_shards}: they need {num_actors} CPUs, the cluster "
-                f"has {available:g}; reduce num_collectors"
-            )
+        if (available := ray.cluster_resources().get("CPU", 0)) < num_actors:
+            text = f"they need {num_actors} CPUs, the cluster has {available:g}; reduce num_collectors"
+            raise ConfigError(f"num_collectors={num_collectors} num_shards={num_shards}: {text}")
         yield
 
 
@@ -120,7 +121,7 @@ class RemoteReplay(ShardedReplayBuffer):
     # the samplers are in the actors
     sampler = None
 
-    def __init__(self, config: Config, device: torch.device, run_dir: Path):
+    def __init__(self, config: DistributedRun, device: torch.device, run_dir: Path):
         learning, name = config.learning, config.sampler["name"]
         # Built only to check the settings before an actor is started. The loss writes SQUARED TD errors.
         make_replay(config, torch.device("cpu"), td_error="squared")
@@ -217,10 +218,11 @@ class RemoteCollector:
     # collectors write each batch to the buffer
     holds_newest = False
 
-    def __init__(self, config: Config, policy: TensorDictModuleBase, replay: RemoteReplay):
+    def __init__(self, config: DistributedRun, policy: TensorDictModuleBase, replay: RemoteReplay):
         self._seed, self._starts, self._replay = config.seed, 0, replay
         self._policy, self.steps_of_batch = policy, config.learning.train_interval
-        count, keys = config.num_collectors, stored_keys(config.env)
+        count, keys = config.num_collectors, (*STORED_KEYS, *((*FLAGS, name) for name in config.env.flags))
+        own: dict[str, Any] = {"auto_register_policy_transforms": False}
         self._collector = RayCollector(
             [partial(make_remote_env, config.env, config.num_envs)] * count,
             policy,
@@ -230,10 +232,7 @@ class RemoteCollector:
             sync=False,
             update_after_each_batch=True,
             remote_configs={"num_cpus": 1},
-            collector_kwargs=[
-                {"postproc": partial(stored_rows, worker, count, keys), "auto_register_policy_transforms": False}
-                for worker in range(count)
-            ],
+            collector_kwargs=[own | {"postproc": partial(stored_rows, worker, count, keys)} for worker in range(count)],
         )
 
     def __iter__(self) -> Iterator[TensorDictBase]:

@@ -17,54 +17,26 @@ from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 
-from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, RunConfig, ends
+import torchrl_replay_ext as ext
+from recipes.common.collector import TERMINATED
+from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, RunConfig, ends
 from recipes.common.errors import ConfigError, did_you_mean
-from recipes.common.events import FLAGS, make_tables
-from recipes.common.n_step import TERMINATED
-from torchrl_replay_ext import (
-    Anneal,
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
-    DecoupledSampler,
-    EventTableSampler,
-    EventTableWriter,
-    FrameStackStorage,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    RecencySampler,
-)
 from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": RandomSampler,
-    "per": ProportionalSampler,
-    "rank": RankBasedSampler,
-    "reaper": ReaPERSampler,
-    "recency": RecencySampler,
-    "lap": ProportionalSampler,
-    **dict.fromkeys(EVENT_TABLES, EventTableSampler),
-    **dict.fromkeys(DECOUPLED, DecoupledSampler),
+    "per": ext.ProportionalSampler,
+    "rank": ext.RankBasedSampler,
+    "reaper": ext.ReaPERSampler,
+    "recency": ext.RecencySampler,
+    "lap": ext.ProportionalSampler,
+    **dict.fromkeys(EVENT_TABLES, ext.EventTableSampler),
+    **dict.fromkeys(DECOUPLED, ext.DecoupledSampler),
 }
-PRIORITIZED = (ProportionalSampler, RankBasedSampler, ReaPERSampler, EventTableSampler, DecoupledSampler)
+PRIORITIZED = tuple({*SAMPLERS.values()} - {RandomSampler, ext.RecencySampler})
 
-# Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
-STORED_KEYS = (
-    "observation",
-    "action",
-    ("collector", "traj_ids"),
-    ("next", "observation"),
-    ("next", "reward"),
-    ("next", "done"),
-    ("next", "terminated"),
-    ("next", "truncated"),
-)
-
-
-def stored_keys(env: EnvConfig, n_step: int = 1) -> tuple[NestedKey, ...]:
-    """The entries stored for each transition: STORED_KEYS, the events of the environment, and those of n steps."""
-    of_n_steps = ("steps_to_next_obs", ("next", TERMINATED)) if n_step > 1 else ()
-    return *STORED_KEYS, *((*FLAGS, name) for name in env.flags), *of_n_steps
+# Entry in which a collector stores the event flags from the `info` of an environment.
+FLAGS = ("next", "events")
 
 
 def loss_keys(n_step: int) -> dict[str, str]:
@@ -77,30 +49,23 @@ def shares_frames(config: RunConfig) -> bool:
     return config.env.atari is not None and config.learning.n_step == 1
 
 
-def require_memory(config: RunConfig, env: gymnasium.Env, device: torch.device) -> None:
-    """Check that the observations of a full buffer fit into the memory of the device.
+def require_memory(config: RunConfig, space: gymnasium.Space, device: torch.device) -> None:
+    """Check that the observations of a full buffer, from this space, fit into the memory of the device.
 
     Raises:
-        ConfigError: if they are larger than the total memory.
+        ConfigError: if they are larger than the total memory of the GPU or the host, where it is known.
     """
-    learning, space = config.learning, env.observation_space
+    learning, atari = config.learning, config.env.atari
     observation = math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)  # others are float32
-    atari = config.env.atari
     stored = 2 * observation if atari is None or not shares_frames(config) else observation // atari.num_frames
-    size, memory = learning.buffer_size, total_memory(device)
-    if size * stored > memory:
-        raise ConfigError(
-            f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, and {device} has "
-            f"{memory / 1e9:,.1f} GB; choose at most {memory // stored}"
-        )
-
-
-def total_memory(device: torch.device) -> int:
-    """Total memory in bytes, of the GPU or of the host; 2^63 if unknown."""
+    size, memory = learning.buffer_size, 2**63
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else 2**63
+        memory = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size * stored > memory:
+        text = f"and {device} has {memory / 1e9:,.1f} GB; choose at most {memory // stored}"
+        raise ConfigError(f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, {text}")
 
 
 def make_replay(
@@ -112,7 +77,7 @@ def make_replay(
     noise_scale: float = 1.0,
     wrap: Callable[[Sampler], Sampler] | None = None,
     windows: Windows | None = None,
-) -> CompilableReplayBuffer:
+) -> ext.CompilableReplayBuffer:
     """Build the buffer of a run, with the configured sampler and the writer that it needs.
 
     Args:
@@ -134,19 +99,19 @@ def make_replay(
     critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
     num_streams = config.num_envs if windows is None else 1
     sampler = make_sampler(config.env, critic, learning.buffer_size, learning.num_updates(), num_streams, td_error)
-    writer = EventTableWriter(sampler.tables) if isinstance(sampler, EventTableSampler) else None
+    writer = ext.EventTableWriter(sampler.tables) if isinstance(sampler, ext.EventTableSampler) else None
     with refusals(settings["name"]):
         if critic is not settings:
             assert policy is not None
             del settings["name"]
-            sampler = DecoupledSampler(sampler, policy, noise_scale=noise_scale, **settings)
+            sampler = ext.DecoupledSampler(sampler, policy, noise_scale=noise_scale, **settings)
         sampler = sampler if wrap is None else wrap(sampler)
     if shares_frames(config):
         streams = max(64, 2 * config.num_envs)
-        storage = FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
+        storage = ext.FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
     else:
-        storage = CompilableTensorStorage(learning.buffer_size, ndim=1 if windows is None else 2, device=device)
-    return CompilableReplayBuffer(
+        storage = ext.CompilableTensorStorage(learning.buffer_size, ndim=1 if windows is None else 2, device=device)
+    return ext.CompilableReplayBuffer(
         storage=storage,
         sampler=sampler,
         writer=writer,
@@ -165,14 +130,14 @@ def require_frames(replay: TensorDictReplayBuffer) -> None:
         raise RuntimeError(f"{mismatched} transitions were stored with wrong frames: they are not single steps")
 
 
-def actor_batches(replay: CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
+def actor_batches(replay: ext.CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:
     """A function that draws the actor's batches; None if the actor uses the critic's batches.
 
     Raises:
         ConfigError: if the sampler cannot draw batches for the actor.
     """
     sampler = replay.sampler
-    if not isinstance(sampler, DecoupledSampler):
+    if not isinstance(sampler, ext.DecoupledSampler):
         return None
     with refusals("dper"):
         return sampler.actor_buffer(replay).sample
@@ -187,6 +152,43 @@ def refusals(name: str) -> Iterator[None]:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         hint = did_you_mean(found[1], inspect.signature(SAMPLERS[name]).parameters) if found else ""
         raise ConfigError(f"sampler={name}: {error}{hint}") from error
+
+
+def land_between_flags(data: TensorDictBase) -> torch.Tensor:
+    """Lunar Lander: both legs touch the ground between the flags, which stand at x = -0.2 and 0.2."""
+    observation = data["next", "observation"]
+    return (observation[:, 6] > 0) & (observation[:, 7] > 0) & (observation[:, 0].abs() <= 0.2)
+
+
+def land_near_middle(data: TensorDictBase) -> torch.Tensor:
+    """Lunar Lander: the lander is within 0.1 of the middle between the flags; the paper gives no distance."""
+    observation = data["next", "observation"]
+    return (observation[:, 0].abs() <= 0.1) & (observation[:, 1].abs() <= 0.1)
+
+
+FUNCTIONS = {function.__name__: function for function in (land_between_flags, land_near_middle)}
+
+
+def condition(name: str, event: EventConfig) -> NestedKey | ext.Threshold | Callable[[TensorDictBase], torch.Tensor]:
+    """The condition of the event in the form that EventSpec takes: a flag, a threshold or a function."""
+    if event.above is not None:
+        return ext.Threshold(("next", "reward"), ">", event.above)
+    return (*FLAGS, name) if event.function is None else FUNCTIONS[event.function]
+
+
+def make_tables(events: dict[str, EventConfig], capacity: int, retention: Any) -> ext.EventTables:
+    """Build one table per event, with the event's largest share of the buffer (SSET, Table 1: κ_i = capacity · η_i).
+
+    Args:
+        events: events by name.
+        capacity: capacity of the buffer, in transitions.
+        retention: "ring" or "pinned", see EventTables.
+    """
+    specs = [ext.EventSpec(name, condition(name, event), event.history) for name, event in events.items()]
+    shares = {name: round(capacity * event.largest_eta) for name, event in events.items()}
+    if retention == "pinned":
+        shares["default"] = capacity - sum(shares.values())
+    return ext.EventTables(specs, shares, retention=retention)
 
 
 def make_sampler(
@@ -212,10 +214,10 @@ def make_sampler(
         keywords = _keywords(config, num_updates)
         if sampler is RandomSampler:
             return sampler(**keywords)
-        if sampler is RecencySampler:
+        if sampler is ext.RecencySampler:
             return sampler(capacity, **keywords)
-        if sampler is not EventTableSampler:
-            streams = {"num_streams": num_envs} if sampler is ReaPERSampler else {}
+        if sampler is not ext.EventTableSampler:
+            streams = {"num_streams": num_envs} if sampler is ext.ReaPERSampler else {}
             return sampler(capacity, td_error=td_error, **streams, **keywords)
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
         if priority is not None:
@@ -225,14 +227,14 @@ def make_sampler(
             keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
         shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
-        eta = {table: a if a == b else Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
+        eta = {table: a if a == b else ext.Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
         return sampler(tables, eta=eta, **keywords)
 
 
 def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
     """The keyword arguments in `config`, without `name` and `priority`; {start, end} becomes a schedule."""
     return {
-        key: Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
+        key: ext.Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in ("name", "priority")
     }

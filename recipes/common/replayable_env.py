@@ -22,7 +22,6 @@ class ReplayableEnv:
 
     def __init__(self, env: gymnasium.Env, seed: int):
         self.env = env
-        self._games = _wrapper(env, "goes_on")
         self._begin(seed)
 
     def _begin(self, seed: int | None = None, random: dict[str, Any] | None = None) -> np.ndarray:
@@ -34,7 +33,7 @@ class ReplayableEnv:
 
     def reset(self) -> np.ndarray:
         """Start the next episode and return its first observation."""
-        if self._games is not None and self._games.goes_on:
+        if self.env.has_wrapper_attr("goes_on") and self.env.get_wrapper_attr("goes_on"):
             self._ends.append(len(self._actions))
             self.observation, _ = self.env.reset()
             return self.observation
@@ -89,21 +88,12 @@ class ReplayableEnv:
 def random_state(env: gymnasium.Env) -> dict[str, Any]:
     """The state of an environment's random generators."""
     generator = env.unwrapped.np_random.bit_generator.state
-    own = _wrapper(env, "random_state")
-    return {"generator": generator, "game": None if own is None else own.random_state()}
+    has_own = env.has_wrapper_attr("random_state")
+    return {"generator": generator, "game": env.get_wrapper_attr("random_state")() if has_own else None}
 
 
 def set_random_state(env: gymnasium.Env, state: dict[str, Any]) -> None:
     """Restore a state from :func:`random_state`; the next reset starts a new game."""
     env.unwrapped.np_random.bit_generator.state = state["generator"]
     if state["game"] is not None:
-        _wrapper(env, "random_state").set_random_state(state["game"])
-
-
-def _wrapper(env: Any, name: str) -> Any:
-    """The outermost wrapper whose class defines an attribute of this name; None if there is none."""
-    while isinstance(env, gymnasium.Wrapper):
-        if name in vars(type(env)):
-            return env
-        env = env.env
-    return None
+        env.get_wrapper_attr("set_random_state")(state["game"])

@@ -7,28 +7,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from hydra.errors import HydraException
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf.errors import OmegaConfBaseException
 
 from recipes.common import figures, intervals
 from recipes.common.cli import parse_config
-from recipes.common.csv_files import reaches
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import load_config
-from recipes.common.hints import compose_config
-from recipes.common.schemas.study import Config, StudyConfig
-from recipes.common.study_files import CURVES, RUNS, STUDY, read_rows
-from recipes.common.tables import markdown
+from recipes.common.schemas import StudyConfig
+from recipes.common.tables import CURVES, RUNS, STUDY, markdown, reaches, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves
 NEITHER = "neither reached"
+MEDIAN: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6, "linewidth": 1.6}
 Row = dict[str, str]
 
 
@@ -115,9 +112,8 @@ def study_directory(name: str) -> Path:
         if (place / RUNS).is_file() or (place == Path(name) and place.is_dir()):
             return place
     names = sorted({path.parent.name for place in (own, published) for path in place.glob(f"*/{RUNS}")})
-    raise ConfigError(
-        f"study={name}: no finished runs there, in {own} or in the published results{did_you_mean(name, names)}"
-    )
+    hint = did_you_mean(name, names)
+    raise ConfigError(f"study={name}: no finished runs there, in {own} or in the published results{hint}")
 
 
 def with_interval(values: np.ndarray, statistic: intervals.Statistic, form: str) -> str:
@@ -139,8 +135,8 @@ def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
 
 
 def mean_difference(pairs: np.ndarray) -> np.ndarray:
-    """Mean of the second column of `pairs` [n, ..., 2] minus that of the first."""
-    return (pairs[..., 1] - pairs[..., 0]).mean(0)
+    """Mean of the second column of `pairs` [n, 2, ...] minus that of the first."""
+    return (pairs[:, 1] - pairs[:, 0]).mean(0)
 
 
 def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
@@ -247,24 +243,11 @@ def conclusions(study: Study) -> list[str]:
 
 def provenance(study: Study) -> str:
     """Command, seeds, commits and versions of torch that produced the study."""
-    config = study.config
-    command = f"python -m recipes.study study={config.name}"
-    # the number of seeds is in the text
-    if _filed(config.name, config.seeds) != config:
-        command += " with the settings in study.yaml"
     rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
     seeds = sorted({int(row["seed"]) for row in rows})
     commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
+    command = f"python -m recipes.study study={study.config.name}"
     return f"{command}; seeds {seeds[0]} to {seeds[-1]}; commit {', '.join(commits)}; torch {', '.join(versions)}"
-
-
-def _filed(name: str, seeds: int) -> StudyConfig | None:
-    """The study in conf/study/<name>.yaml with another number of seeds; None if there is none that can be read."""
-    try:
-        filed = parse_config(compose_config("study", [f"study={name}"]), Config).study
-    except (ConfigError, HydraException, OmegaConfBaseException):
-        return None
-    return replace(filed, seeds=seeds)
 
 
 def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
@@ -272,10 +255,8 @@ def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
     others = [variant for variant in variants if variant != baseline]
     count = -(-len(others) // LINES) or 1
     size = -(-len(others) // count)
-    return [
-        [name for name in variants if name == baseline] + others[place * size : (place + 1) * size]
-        for place in range(count)
-    ]
+    first = [name for name in variants if name == baseline]
+    return [first + others[place * size : (place + 1) * size] for place in range(count)]
 
 
 def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.Look]) -> dict[str, Artist]:
@@ -284,33 +265,26 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
     Returns:
         The entries of the legend for marks that are not those of a variant.
     """
-    variants = study.finished()[env]
-    entries: dict[str, Artist] = {}
+    variants, entries = study.finished()[env], {}
+
+    def grey(marker: str) -> Artist:
+        return figures.sample_line(figures.Look(figures.GREY, marker), linestyle="")
+
     for place, variant in enumerate(variants):
         steps, censored = (study.values(env, variant, of) for of in (steps_of, censored_of))
-        beside = place + np.linspace(-0.3, 0.3, len(steps)) if len(steps) > 1 else np.array([float(place)])
-        color = styles[variant].color
+        beside = place + (np.linspace(-0.3, 0.3, len(steps)) if len(steps) > 1 else np.zeros(1))
+        color, marker = styles[variant]
         axes.scatter(steps[~censored], beside[~censored], s=13, color=color, alpha=0.5, linewidth=0)
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
-            entries["run that did not reach the threshold"] = figures.sample_line(
-                figures.Look(figures.GREY, "x"), linestyle=""
-            )
+            entries["run that did not reach the threshold"] = grey("x")
         low, high = intervals.bootstrap_interval(steps, intervals.median_of)
         median, bounded = intervals.median_with_bound(steps, censored)
         if bounded:
-            entries["lower bound of a median"] = figures.sample_line(figures.Look(figures.GREY, ">"), linestyle="")
-        axes.errorbar(
-            median,
-            place,
-            xerr=[[median - low], [high - median]],
-            color=color,
-            marker=">" if bounded else styles[variant].marker,
-            markersize=7,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-            linewidth=1.6,
-        )
+            marker = ">"
+            entries["lower bound of a median"] = grey(marker)
+        error = [[median - low], [high - median]]
+        axes.errorbar(median, place, xerr=error, color=color, marker=marker, **MEDIAN)
     axes.set_xlim(0, None)
     axes.set_yticks(range(len(variants)), [figures.label(variant) for variant in variants])
     axes.set_ylim(len(variants) - 0.5, -0.5)
@@ -322,9 +296,8 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
 def draw(study: Study) -> Figure:
     """Draw the figure: for each environment learning curves, then the steps of each seed, with median and interval."""
     config, finished = study.config, study.finished()
-    panels = [
-        (env, panel) for env, variants in finished.items() for panel in [*panels_of(variants, config.baseline), None]
-    ]
+    panels_by_env = {env: [*panels_of(variants, config.baseline), None] for env, variants in finished.items()}
+    panels = [(env, panel) for env, panels in panels_by_env.items() for panel in panels]
     styles = figures.looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
     runs_of = [[*study.runs[env][variant].values()] for env, variants in finished.items() for variant in variants]
     window = 2 * (max(len(run.steps) for runs in runs_of for run in runs) // 40) + 1

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import gymnasium
 import numpy as np
 import torch
 from omegaconf import OmegaConf
@@ -18,41 +18,26 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
 from torchrl.checkpoint import GlobalRNGState
-from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
 
 from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.csv_files import reaches
 from recipes.common.curves import plot_runs
 from recipes.common.errors import ConfigError, LostProcess, reason
-from recipes.common.evaluation import Evaluation, Policy
+from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
 from recipes.common.progress import Means, Progress, warn
-from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, stored_keys
+from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, require_memory
+from recipes.common.tables import reaches
 from recipes.common.video import Camera
 
 if TYPE_CHECKING:
     # recipes.common.remote imports Ray if it is installed, which takes a second
-    from recipes.common.remote import RemoteCollector, RemoteReplay
+    from recipes.common.remote import RemoteCollector
 
 CURVE = "learning_curve.png"
-
-
-def prepare(config: RunConfig, run_dir: Path) -> torch.device:
-    """Check the run directory and the device, set threads and seeds, and return the device."""
-    if config.resume is None and (run_dir / CONFIG).exists():
-        raise ConfigError(f"{run_dir} holds a run already: resume it (resume={run_dir}) or choose another directory")
-    device = find_device(config.device)
-    if config.cudagraphs and device.type != "cuda":
-        raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {device}")
-    torch.set_num_threads(config.num_threads)
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
-    return device
 
 
 def save_config(config: RunConfig, run_dir: Path) -> None:
@@ -63,10 +48,8 @@ def save_config(config: RunConfig, run_dir: Path) -> None:
 
 def find_device(name: str) -> torch.device:
     """The torch device of this name; `auto` is the first CUDA device, or the CPU if there is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device={name}: {str(error).splitlines()[0]}") from error
@@ -101,7 +84,9 @@ class Counters:
 class Run:
     """A training run: everything around the loop that the recipe writes.
 
-        run = Run(config, run_dir, device, collector=collector, replay=replay, evaluation=evaluation, ...)
+        run = Run(config, run_dir, make_env)
+        ...                              # networks, optimizers, buffer and collector, on run.device
+        run.attach(collector, replay, policy=policy, losses=("loss",), state={"loss": loss_module, ...})
         with run:
             while run.continues():
                 data = run.collect()
@@ -111,7 +96,7 @@ class Run:
         return run.exit_code
 
     The directory of the run receives config.yaml, progress.csv, learning_curve.png and checkpoint.zip. The checkpoint
-    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by the constructor, so
+    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by :meth:`attach`, so
     graphs must be compiled, and the steps of optimizers made, after it.
 
     Ctrl-C ends the loop after the current round. An error of a lost process (LostProcess) inside the ``with`` block
@@ -120,58 +105,70 @@ class Run:
     Args:
         config: the configuration.
         run_dir: directory of the run.
-        device: device of the networks.
-        collector: yields batches of transitions.
-        replay: the buffer.
-        evaluation: the environments of evaluations.
-        policy: the policy to evaluate; see recipes.common.evaluation.evaluate.
-        losses: names of the numbers that the updates return; the progress bar shows the first two.
-        state: networks, optimizers and other objects with state, for the checkpoint.
-        epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
-        value: maps observations and actions to values, see recipes.common.evaluation.evaluate. Default: None.
-        columns: maps the number of env steps to further numbers to log. Default: none.
-        stores: entries of a batch to store in addition to recipes.common.replay.stored_keys; None: the collector writes
-            to the buffer itself. Default: ().
+        make: makes an environment from its configuration, see recipes.common.environment.
+        remote: whether the buffer is in other processes, on the CPU. Default: False, it is on the device.
+
+    Raises:
+        ConfigError: if the directory holds another run, the device does not fit, or the buffer is too large for it.
     """
 
-    def __init__(
+    def __init__(self, config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env], *, remote: bool = False):
+        if config.resume is None and (run_dir / CONFIG).exists():
+            way = f"resume it (resume={run_dir}) or choose another directory"
+            raise ConfigError(f"{run_dir} holds a run already: {way}")
+        self._config, self._run_dir, self._is_local, self.exit_code = config, run_dir, not remote, FAILED
+        self.device = find_device(config.device)
+        """Device of the networks."""
+        if config.cudagraphs and self.device.type != "cuda":
+            raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {self.device}")
+        torch.set_num_threads(config.num_threads)
+        random.seed(config.seed)
+        np.random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        self.evaluation = Evaluation(make, config.env, config.learning.evaluation_episodes)
+        """The environments of evaluations, one for each episode."""
+        require_memory(config, self.evaluation.observation_space, torch.device("cpu") if remote else self.device)
+
+    def attach(
         self,
-        config: RunConfig,
-        run_dir: Path,
-        device: torch.device,
-        *,
         collector: "VectorCollector | RemoteCollector",
-        replay: "TensorDictReplayBuffer | RemoteReplay",
-        evaluation: Evaluation,
+        replay: Any,
+        *,
         policy: Policy,
         losses: Sequence[str],
         state: Mapping[str, Any],
         epsilon: float = 0.0,
-        value: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
+        value: Value | None = None,
         columns: Callable[[int], dict[str, float]] = lambda _steps: {},
-        stores: tuple[str, ...] | None = (),
-    ):
-        self._config, self._run_dir, self._collector, self._replay = config, run_dir, collector, replay
-        self._evaluation, self._policy, self._epsilon, self._value = evaluation, policy, epsilon, value
-        self._loss_names, self._columns = losses, columns
-        self._batches = iter(collector)
-        self._stored = None if stores is None else (*stored_keys(config.env, config.learning.n_step), *stores)
-        self._counters = Counters()
-        self._losses = Means()
-        self._state = {
-            **state,
-            "replay": replay,
-            "collector": collector,
-            "losses": self._losses,
-            # the attributes themselves: loading a checkpoint sets them
-            "counters": vars(self._counters),
-            "global_rng": GlobalRNGState(),
-        }
-        self.exit_code = FAILED
+    ) -> None:
+        """Set what the loop works with, and load the checkpoint of a resumed run.
+
+        Args:
+            collector: yields batches of transitions.
+            replay: the buffer, a TensorDictReplayBuffer or a RemoteReplay.
+            policy: the policy to evaluate; see recipes.common.evaluation.Policy.
+            losses: names of the numbers that the updates return; the progress bar shows the first two.
+            state: networks, optimizers and other objects with state, for the checkpoint.
+            epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
+            value: values of observations and actions, see recipes.common.evaluation.Value. Default: None.
+            columns: maps the number of env steps to further numbers to log. Default: none.
+        """
+        config, self._collector, self._replay, self._policy = self._config, collector, replay, policy
+        self._epsilon, self._value, self._loss_names, self._columns = epsilon, value, losses, columns
+        self._batches, self._counters, self._losses = iter(collector), Counters(), Means()
+        # the attributes of the counters themselves: loading a checkpoint sets them
+        own = {"losses": self._losses, "counters": vars(self._counters), "global_rng": GlobalRNGState()}
+        self._state = {**state, "replay": replay, "collector": collector, **own}
         if config.resume is not None:
-            self._resume(device)
+            load_checkpoint(self._run_dir, self.device, **self._state)
+            lost = collector.resume()
+            if lost and not self._finished():
+                if not collector.holds_newest:
+                    end_last_episodes(replay, config.num_envs, lost)
+                text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
+                warn(f"{text}; they start new episodes")
         self._previous_steps = self._counters.env_steps
-        self._camera = Camera(config.env, run_dir) if config.video else None
+        self._camera = Camera(config.env, self._run_dir) if config.video else None
 
     @property
     def updates(self) -> int:
@@ -183,19 +180,10 @@ class Run:
         """Number of environment steps so far."""
         return self._counters.env_steps
 
-    def _resume(self, device: torch.device) -> None:
-        load_checkpoint(self._run_dir, device, **self._state)
-        lost = self._collector.resume()
-        if lost and isinstance(self._replay, TensorDictReplayBuffer) and not self._finished():
-            num_envs = self._config.num_envs
-            if not self._collector.holds_newest:
-                end_last_episodes(self._replay, num_envs, lost)
-            warn(f"the state of {len(lost)} of {num_envs} environments cannot be restored; they start new episodes")
-
     def __enter__(self) -> "Run":
         config, run_dir = self._config, self._run_dir
         with ExitStack() as opened:
-            opened.callback(self._evaluation.close)
+            opened.callback(self.evaluation.close)
             opened.callback(self._collector.shutdown)
             if self._camera is not None:
                 opened.callback(self._camera.close)
@@ -208,35 +196,27 @@ class Run:
             self._started = time.time() - self._counters.wall_time
             self._cpu_started = time.process_time() - self._counters.cpu_time
             self._interrupted = opened.enter_context(interruption())
-            self._bar = opened.enter_context(
-                tqdm(
-                    total=config.learning.total_steps,
-                    initial=min(self.env_steps, config.learning.total_steps),
-                    desc=f"{config.env.name} {config.sampler['name']} seed {config.seed}",
-                    unit="step",
-                    mininterval=0.5,
-                )
-            )
+            name, total = f"{config.env.name} {config.sampler['name']} seed {config.seed}", config.learning.total_steps
+            bar = tqdm(desc=name, total=total, initial=min(self.env_steps, total), unit="step", mininterval=0.5)
+            self._bar = opened.enter_context(bar)
             # closed by __exit__
             self._open = opened.pop_all()
         return self
 
-    def _solved(self) -> bool:
-        return self._counters.reached_at is not None and self._config.stop_at_threshold
-
     def _finished(self) -> bool:
-        return self._solved() or self.env_steps >= self._config.learning.total_steps
+        solved = self._counters.reached_at is not None and self._config.stop_at_threshold
+        return solved or self.env_steps >= self._config.learning.total_steps
 
     def continues(self) -> bool:
         """Whether another round follows: the run is neither finished nor interrupted."""
         return not self._finished() and not self._interrupted()
 
     def collect(self) -> TensorDictBase:
-        """Collect a batch of ``train_interval`` transitions, count its steps and return the entries to store."""
+        """Collect a batch of ``train_interval`` transitions, and count its steps."""
         batch = next(self._batches)
         self._previous_steps = self.env_steps
         self._counters.env_steps += self._collector.steps_of_batch
-        return batch if self._stored is None else batch.select(*self._stored)
+        return batch
 
     def log_losses(self, losses: Mapping[str, Tensor]) -> None:
         """Count and log updates; `losses` are tensors [updates] by name, as an update returns them."""
@@ -259,23 +239,28 @@ class Run:
         row = {
             "env_steps": self.env_steps,
             "updates": counters.updates,
-            **self._evaluation.columns(self._policy, epsilon=self._epsilon, seed=seed, value=self._value),
+            **self.evaluation.columns(self._policy, epsilon=self._epsilon, seed=seed, value=self._value),
             **self._columns(self.env_steps),
             **self._losses.take(self._loss_names),
             "wall_time": time.time() - self._started,
             "cpu_time": time.process_time() - self._cpu_started,
         }
         histograms: dict[str, Tensor] = {}
-        if isinstance(self._replay, TensorDictReplayBuffer):
+        if self._is_local:
             require_frames(self._replay)
-            if isinstance(self._replay.sampler, PRIORITIZED):
-                row |= {f"sampler/{key}": value.item() for key, value in self._replay.sampler.stats().items()}
+            sampler: Any = self._replay.sampler
+            if type(sampler) in PRIORITIZED:
+                row |= {f"sampler/{key}": value.item() for key, value in sampler.stats().items()}
                 if config.logger.backend is not None:
-                    share = self._replay.sampler.probabilities(self._replay.storage)
+                    share = sampler.probabilities(self._replay.storage)
                     # relative to uniform sampling
                     histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         self._progress.write(row, histograms)
-        self._record_video(seed)
+        if self._camera is not None:
+            try:
+                self._camera.record(self._policy, epsilon=self._epsilon, seed=seed, step=self.env_steps)
+            except OSError as error:
+                warn(f"no video of step {self.env_steps} in {self._run_dir}: {reason(error)}")
         shown = ("return_mean", *self._loss_names[:2])
         self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown}, refresh=False)
         score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold
@@ -283,16 +268,6 @@ class Run:
         counters.best_return = score if best is None else max(best, score)
         if counters.reached_at is None and threshold is not None and reaches(score, threshold):
             counters.reached_at = self.env_steps
-
-    def _record_video(self, seed: list[int]) -> None:
-        if self._camera is None:
-            return
-        try:
-            frames = self._camera.record(self._policy, epsilon=self._epsilon, seed=seed, step=self.env_steps)
-        except OSError as error:
-            warn(f"no video of step {self.env_steps} in {self._run_dir}: {reason(error)}")
-            return
-        self._progress.show(frames, self.env_steps)
 
     def _save(self) -> bool:
         self._counters.wall_time = time.time() - self._started
@@ -305,9 +280,7 @@ class Run:
             return False
         return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # Ctrl-C in a terminal also ends the compiler's processes.
         aborted = isinstance(error, (TorchDynamoException, CppCompileError)) and self._interrupted()
         known = error is None or aborted or isinstance(error, LostProcess)
@@ -320,10 +293,10 @@ class Run:
 
     def _conclude(self, lost: LostProcess | None, *, saved: bool) -> int:
         """Draw the learning curve, print the last lines of the run and return the exit code."""
-        run_dir, steps = self._run_dir, self.env_steps
+        run_dir, steps, counters = self._run_dir, self.env_steps, self._counters
         resumable = (run_dir / CHECKPOINT).is_file()
         way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
-        if self._config.logger.csv and self._counters.last_return is not None:
+        if self._config.logger.csv and counters.last_return is not None:
             try:
                 plot_runs([run_dir], run_dir / CURVE)
             except OSError as error:
@@ -335,16 +308,11 @@ class Run:
         if not self._finished():
             print(f"interrupted at step {steps}; {way}")
             return INTERRUPTED
-        print(summary(self._counters, self._config.env.reward_threshold, run_dir))
+        outcome, threshold = f"{steps} steps", self._config.env.reward_threshold
+        if threshold is not None:
+            outcome = f"did not reach {threshold:g} in {outcome}"
+        if counters.reached_at is not None:
+            outcome = f"reached {threshold:g} at step {counters.reached_at}"
+        scores = f"best return {counters.best_return:g}, last {counters.last_return:g}"
+        print(f"{outcome} | {scores} | files in {run_dir}")
         return DONE
-
-
-def summary(counters: Counters, threshold: float | None, run_dir: Path) -> str:
-    """The last line that a finished run prints."""
-    if counters.reached_at is not None:
-        outcome = f"reached {threshold:g} at step {counters.reached_at}"
-    elif threshold is not None:
-        outcome = f"did not reach {threshold:g} in {counters.env_steps} steps"
-    else:
-        outcome = f"{counters.env_steps} steps"
-    return f"{outcome} | best return {counters.best_return:g}, last {counters.last_return:g} | files in {run_dir}"

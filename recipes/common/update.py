@@ -1,7 +1,7 @@
-"""Makes the updates of a round, eager or as compiled graphs."""
+"""Updates of a round, eager or as compiled graphs, and optimizers that can be chosen by name: Adam and RMSProp."""
 
-from collections.abc import Callable, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -9,16 +9,12 @@ from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 
 from recipes.common.config import FixedRoundsRunConfig
-from torchrl_replay_ext import compile_step
+from recipes.common.errors import ConfigError, did_you_mean
+from torchrl_replay_ext import AdamStep, compile_step
 
 # Writes new transitions to the buffer, unless they are None, and makes a fixed number of updates. Returns the numbers
 # to log, as tensors [updates].
 Update = Callable[[TensorDictBase | None], dict[str, Tensor]]
-
-
-def total(losses: Mapping[str, Tensor] | TensorDictBase) -> Tensor:
-    """The sum of the entries whose names begin with "loss"; the other entries are only logged."""
-    return reduce(torch.add, [value for name, value in losses.items() if name.startswith("loss")])
 
 
 def weight_factor(batch: TensorDictBase, weights: str) -> Tensor | float:
@@ -75,3 +71,79 @@ def make_round(
         return [step(None) for _ in range(num_calls)]
 
     return write_and_update
+
+
+class RMSProp:
+    """RMSProp, centered as in the DQN paper (Graves 2013, eqs. 38-41, without momentum) or not centered as in A3C.
+
+    n ← ρ n + (1 − ρ) g²,  m ← ρ m + (1 − ρ) g,  x ← x − lr g / √(n − m² + ε)
+
+    torch.optim.RMSprop adds ε outside the root; there, rounding can make the number under the root negative. A call
+    makes a step, which a graph can contain.
+
+    Args:
+        parameters: the parameters.
+        lr: learning rate.
+        decay: ρ, in [0, 1). Default: 0.95.
+        eps: ε, > 0. The DQN paper's 0.01 is for a sum over a batch of 32, which is 0.01 / 32² for a mean. Default:
+            0.01 / 32².
+        centered: whether m² is subtracted; otherwise m = 0. Default: True.
+
+    Raises:
+        ValueError: if `decay` or `eps` is out of range.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, decay=0.95, eps=0.01 / 32**2, centered=True):
+        if not (0 <= decay < 1 and eps > 0):
+            raise ValueError(f"RMSProp(decay={decay}, eps={eps}): decay must be in [0, 1), eps > 0")
+        self.parameters = list(parameters)
+        self._lr, self._decay, self._eps, self._centered = lr, decay, eps, centered
+        self._squares, self._means = ([torch.zeros_like(each) for each in self.parameters] for _ in range(2))
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Make one step with these gradients of the parameters."""
+        columns = (self.parameters, gradients, self._squares, self._means)
+        for parameter, gradient, square, mean in zip(*columns, strict=True):
+            square.mul_(self._decay).addcmul_(gradient, gradient, value=1 - self._decay)
+            variance = square
+            if self._centered:
+                mean.lerp_(gradient, 1 - self._decay)
+                # rounding can make the difference negative
+                variance = (square - mean * mean).clamp_min(0)
+            parameter.sub_(self._lr * gradient / (variance + self._eps).sqrt())
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """The means n and m of each parameter."""
+        return {"squares": self._squares, "means": self._means}
+
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        """Restore a state from :meth:`state_dict`."""
+        saved = [*state["squares"], *state["means"]]
+        for own, value in zip([*self._squares, *self._means], saved, strict=True):
+            own.copy_(value)
+
+
+def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSProp:
+    """The step of an optimizer as a function of the gradients, which a graph can contain."""
+    return optimizer if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
+
+
+def make_optimizer(
+    config: dict[str, Any], parameters: Iterable[Tensor], learning_rate: float
+) -> torch.optim.Adam | RMSProp:
+    """Build the optimizer named by `config["name"]`: adam or rmsprop. The other entries are its keyword arguments.
+
+    Raises:
+        ConfigError: if the name or a keyword is unknown, or a value is invalid.
+    """
+    keywords = {key: value for key, value in config.items() if key != "name"}
+    try:
+        if config.get("name") == "adam":
+            return torch.optim.Adam(parameters, lr=learning_rate, fused=True, **keywords)
+        if config.get("name") == "rmsprop":
+            return RMSProp(parameters, learning_rate, **keywords)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer: {error}") from error
+    hint = did_you_mean(str(config.get("name")), ("adam", "rmsprop"))
+    raise ConfigError(f"optimizer.name={config.get('name')}: choose adam, rmsprop{hint}")

@@ -47,14 +47,15 @@ class Camera:
             message = str(error) or type(error).__name__
             raise ConfigError(f"video=true: {config.id} cannot be rendered here: {message}") from error
         self._env = gymnasium.wrappers.RenderCollection(gymnasium.wrappers.TimeLimit(env, MAX_STEPS))
+        self.close = self._env.close
         self._directory = run_dir / VIDEOS
         # Keep every n-th frame, so that the GIF has the speed of the game.
         speed = float(env.metadata.get("render_fps") or FRAMES_PER_SECOND)
         self._stride = max(1, round(speed / FRAMES_PER_SECOND))
         self._duration = 1000 * self._stride / speed
 
-    def record(self, policy: Policy, *, epsilon: float, seed: list[int], step: int) -> np.ndarray:
-        """Play an episode, write it to `step_<step>.gif` and return its frames, uint8 [frames, height, width, 3].
+    def record(self, policy: Policy, *, epsilon: float, seed: list[int], step: int) -> None:
+        """Play an episode and write it to `step_<step>.gif`.
 
         Args:
             policy: see :func:`~recipes.common.evaluation.evaluate`.
@@ -73,8 +74,3 @@ class Camera:
         self._directory.mkdir(exist_ok=True)
         with atomic_write(self._directory / f"step_{step}.gif") as path:
             images[0].save(path, save_all=True, append_images=images[1:], duration=self._duration, loop=0)
-        return np.stack([np.asarray(image) for image in images])
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._env.close()

@@ -19,40 +19,19 @@ Every ``info`` of a grid world holds a bool for each name in the class attribute
 triggered the event. After a reset, all are ``False``.
 """
 
-from gymnasium.envs.registration import register, registry
-
-from recipes.envs.deep_sea import DeepSea
-from recipes.envs.minatar_games import MinAtar
-from recipes.envs.minigrid_events import MiniGridEvents
-from recipes.envs.obstacle_course import ObstacleCourse
-from recipes.envs.positions import CartPolePositions
-from recipes.envs.randomized_skill import RandomizedSkill
-from recipes.envs.rooms import Dynamics, ThreeRooms, TwoRooms
-
-__all__ = [
-    "CartPolePositions",
-    "DeepSea",
-    "Dynamics",
-    "MinAtar",
-    "MiniGridEvents",
-    "ObstacleCourse",
-    "RandomizedSkill",
-    "ThreeRooms",
-    "TwoRooms",
-]
+from gymnasium.envs.registration import register
 
 # Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=. MiniGrid has its own.
-for _id, _entry_point, _limit in (
-    ("ThreeRooms-v0", "recipes.envs.rooms:ThreeRooms", 500),
-    ("TwoRooms-v0", "recipes.envs.rooms:TwoRooms", 500),
-    ("ObstacleCourse-v0", "recipes.envs.obstacle_course:ObstacleCourse", 1000),
-    ("RandomizedSkill-v0", "recipes.envs.randomized_skill:RandomizedSkill", 200),
-    ("DoorKey-v0", "recipes.envs.minigrid_events:door_key", None),
-    ("LavaGap-v0", "recipes.envs.minigrid_events:lava_gap", None),
-    ("DeepSea-v0", "recipes.envs.deep_sea:DeepSea", None),
+for _name, _entry_point, _limit, _options in (
+    ("ThreeRooms", "rooms:ThreeRooms", 500, {}),
+    ("TwoRooms", "rooms:TwoRooms", 500, {}),
+    ("ObstacleCourse", "obstacle_course:ObstacleCourse", 1000, {}),
+    ("RandomizedSkill", "randomized_skill:RandomizedSkill", 200, {}),
+    ("DoorKey", "minigrid_events:make", None, {"world": "DoorKeyEnv"}),
+    ("LavaGap", "minigrid_events:make", None, {"world": "LavaGapEnv"}),
+    ("DeepSea", "deep_sea:DeepSea", None, {}),
     # good players of Breakout would never end
-    ("MinAtar-v0", "recipes.envs.minatar_games:MinAtar", 5000),
-    ("CartPolePositions-v0", "recipes.envs.positions:CartPolePositions", 500),
+    ("MinAtar", "minatar_games:MinAtar", 5000, {}),
+    ("CartPolePositions", "positions:CartPolePositions", 500, {}),
 ):
-    if _id not in registry:
-        register(id=_id, entry_point=_entry_point, max_episode_steps=_limit)
+    register(f"{_name}-v0", f"recipes.envs.{_entry_point}", max_episode_steps=_limit, kwargs=_options)

@@ -46,7 +46,7 @@ class DeepSea(gymnasium.Env):
         """The action that goes right in each cell, int64 [row, column]."""
         # The rows after the last one are 0: the agent is below the grid.
         self._observations = np.eye(size * (size + 1), size * size, dtype=np.float32)
-        self._row, self._column = size, 0
+        self._row = self._column = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Place the agent at the top left."""
@@ -57,8 +57,6 @@ class DeepSea(gymnasium.Env):
     def step(self, action: int):
         """Fall by one row, to the left or to the right."""
         size, row, column = self._size, self._row, self._column
-        if row == size:
-            raise gymnasium.error.ResetNeeded("DeepSea: call reset() first")
         check_action(action, 2)
         goes_right = bool(action == self.right_actions[row, column])
         # The last column is reached in the bottom row at the earliest.

@@ -29,7 +29,7 @@ RGB = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (112, 39, 195), (255, 255
 
 METADATA = {"render_modes": ["rgb_array"], "render_fps": 10}
 
-_ORANGE = (255, 128, 0)
+_ORANGE = np.array((255, 128, 0), dtype=np.uint8)
 _TILE = 16
 
 
@@ -65,43 +65,27 @@ def draw(cells: np.ndarray, x: int, y: int, direction: int) -> np.ndarray:
     return image.swapaxes(1, 2).reshape(height * _TILE, width * _TILE, 3)
 
 
-def _pixels() -> tuple[np.ndarray, np.ndarray]:
-    """Centres (u, v) of a tile's pixels, in (0, 1)."""
-    v, u = (np.mgrid[:_TILE, :_TILE] + 0.5) / _TILE
-    return u, v
+# Centres (v, u) of a tile's pixels, relative to its middle, in (-0.5, 0.5).
+_V, _U = (np.mgrid[:_TILE, :_TILE] + 0.5) / _TILE - 0.5
 
 
 def _triangle(direction: int) -> np.ndarray:
-    u, v = _pixels()
     dx, dy = DIRECTIONS[direction]
-    ahead = dx * (u - 0.5) + dy * (v - 0.5)
-    aside = dx * (v - 0.5) - dy * (u - 0.5)
+    ahead, aside = dx * _U + dy * _V, dx * _V - dy * _U
     return (ahead > -0.38) & (np.abs(aside) < 0.41 * (0.38 - ahead))
 
 
 @lru_cache
 def _tile(category: int, colour: int, state: int) -> np.ndarray:
-    u, v = _pixels()
+    """A key is a small square, a door a frame with a dark field if it is locked; other objects fill the tile."""
+    rgb, middle = (_ORANGE if category == LAVA else RGB[colour]), np.maximum(np.abs(_U), np.abs(_V))
     tile = np.zeros((_TILE, _TILE, 3), dtype=np.uint8)
-    tile[0], tile[:, 0] = 60, 60
-    if category == WALL:
-        tile[:] = RGB[GREY]
-    elif category == GOAL:
-        tile[1:, 1:] = RGB[GREEN]
-    elif category == LAVA:
-        tile[1:, 1:] = _ORANGE
-    elif category == SPIKE:
-        tile[1:, 1:] = RGB[YELLOW]
-    elif category == KEY:
-        radius = np.hypot(u - 0.55, v - 0.3)
-        ring = (radius < 0.2) & (radius > 0.09)
-        shaft = (np.abs(u - 0.55) < 0.06) & (v > 0.48) & (v < 0.9)
-        bits = (u > 0.35) & (u < 0.55) & ((np.abs(v - 0.65) < 0.04) | (np.abs(v - 0.82) < 0.04))
-        tile[ring | shaft | bits] = RGB[colour]
+    if category == KEY:
+        tile[middle < 0.2] = rgb
     elif category == DOOR:
-        edge = np.maximum(np.abs(u - 0.5), np.abs(v - 0.5))
-        tile[edge > 0.38] = RGB[colour]
-        if state == LOCKED:
-            tile[edge <= 0.38] = RGB[colour] // 2
-            tile[(np.abs(v - 0.5) < 0.06) & (u > 0.6) & (u < 0.8)] = RGB[colour]
+        tile[:] = rgb
+        tile[middle <= 0.38] = rgb // 2 if state == LOCKED else 0
+    elif category != EMPTY:
+        tile[:] = rgb
+    tile[0], tile[:, 0] = 60, 60
     return tile

@@ -48,7 +48,6 @@ class MinAtar(gymnasium.Env):
         self.render_mode = render_mode
         self._game = Environment(game, sticky_action_prob=sticky_action_prob, difficulty_ramping=difficulty_ramping)
         self._actions = self._game.minimal_action_set()
-        self._over = True
         height, width, channels = self._game.state_shape()
         self.action_space = Discrete(len(self._actions))
         self.observation_space = Box(0, 255, (channels, height, width), np.uint8)
@@ -59,16 +58,13 @@ class MinAtar(gymnasium.Env):
         self._game.seed(int(self.np_random.integers(2**31)))
         self._game.last_action = 0
         self._game.reset()
-        self._over = False
         return self._observe(), {}
 
     def step(self, action: int):
         """Play one frame."""
-        if self._over:
-            raise gymnasium.error.ResetNeeded("MinAtar: call reset() first")
         check_action(action, len(self._actions))
-        reward, self._over = self._game.act(self._actions[action])
-        return self._observe(), float(reward), bool(self._over), False, {}
+        reward, over = self._game.act(self._actions[action])
+        return self._observe(), float(reward), bool(over), False, {}
 
     def render(self) -> np.ndarray | None:
         """The image of the cells, a colour per channel; None without a render mode."""

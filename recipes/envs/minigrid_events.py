@@ -64,37 +64,27 @@ class MiniGridEvents(gymnasium.Wrapper):
         return sum(cell is not None and cell.type == "door" and cell.is_open for cell in self._world.grid.grid)
 
     def _flatten(self, observation: dict[str, Any]) -> np.ndarray:
-        carried = self._world.carrying
-        if carried is None:
-            carrying = [0.0, -1.0, -1.0]
-        else:
-            category, colour, _ = carried.encode()
-            carrying = [1.0, category / _LARGEST[0], colour / _LARGEST[1]]
+        carried, carrying = self._world.carrying, [0.0, -1.0, -1.0]
+        if carried is not None:
+            carrying = [1.0, *carried.encode()[:2] / _LARGEST[:2]]
         direction = 2 * int(observation["direction"]) / 3 - 1
         image = observation["image"] / _LARGEST
         return np.concatenate([image.ravel(), [direction, *carrying]]).astype(np.float32)
 
 
-def door_key(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
-    """DoorKey: fetch the key, open the door, reach the goal.
+def make(world: str, size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
+    """An environment of MiniGrid with events.
 
     Args:
+        world: DoorKeyEnv (fetch the key, open the door, reach the goal) or LavaGapEnv (reach the goal through the gap
+            in a column of lava).
         size: width and height in cells including the walls, >= 5. Default: 5.
         render_mode: a render mode of MiniGrid, or None (default).
     """
-    return _make("DoorKeyEnv", size, render_mode)
-
-
-def lava_gap(size: int = 5, render_mode: str | None = None) -> MiniGridEvents:
-    """LavaGap: reach the goal through the gap in a column of lava. The arguments are those of `door_key`."""
-    return _make("LavaGapEnv", size, render_mode)
-
-
-def _make(name: str, size: int, render_mode: str | None) -> MiniGridEvents:
     if size < 5:
-        raise ValueError(f"{name}(size={size}): must be >= 5")
+        raise ValueError(f"{world}(size={size}): must be >= 5")
     try:
         from minigrid import envs
     except ImportError as error:
-        raise ImportError(f"{name} needs MiniGrid: pip install minigrid") from error
-    return MiniGridEvents(getattr(envs, name)(size=size, render_mode=render_mode))
+        raise ImportError(f"{world} needs MiniGrid: pip install minigrid") from error
+    return MiniGridEvents(getattr(envs, world)(size=size, render_mode=render_mode))

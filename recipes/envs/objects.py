@@ -9,26 +9,18 @@ from gymnasium.spaces import Box, Discrete
 from recipes.envs import grid
 
 # Colours of categories that always have the same colour, as in MiniGrid.
-_COLOURS = {
-    grid.EMPTY: grid.RED,
-    grid.WALL: grid.GREY,
-    grid.GOAL: grid.GREEN,
-    grid.LAVA: grid.RED,
-    grid.SPIKE: grid.YELLOW,
-}
+_COLOURS = {grid.EMPTY: grid.RED, grid.WALL: grid.GREY, grid.GOAL: grid.GREEN, grid.LAVA: grid.RED}
+_COLOURS[grid.SPIKE] = grid.YELLOW
+_FREE = (grid.EMPTY, grid.GOAL, grid.LAVA, grid.SPIKE)  # the agent can walk there
 _VIEW = 5
 _PAD = _VIEW - 1
 _SIZE = 3 * _VIEW**2 + 6
 _LARGEST = np.array([grid.DOOR, grid.GREY, grid.LOCKED], dtype=np.float32)
 
 
-def _view_offsets() -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each θ, the offsets dy and dx, [5, 5], of the cells in view. Row 0 is the farthest, column 0 the leftmost."""
-    ahead, aside = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
-    return [(ahead * dy + aside * dx, ahead * dx - aside * dy) for dx, dy in grid.DIRECTIONS]
-
-
-_OFFSETS = _view_offsets()
+# For each θ, the offsets dy and dx, [5, 5], of the cells in view. Row 0 is the farthest, column 0 the leftmost.
+_AHEAD, _ASIDE = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
+_OFFSETS = [(_AHEAD * dy + _ASIDE * dx, _AHEAD * dx - _ASIDE * dy) for dx, dy in grid.DIRECTIONS]
 
 
 class ObjectWorld(gymnasium.Env):
@@ -77,7 +69,7 @@ class ObjectWorld(gymnasium.Env):
         """(category, colour, door state) of each cell, [height, width, 3]."""
         self.gaps: set[tuple[int, int]] = set()
         """Gaps (x, y) in the walls."""
-        self.pose: tuple[int, int, int] | None = None
+        self.pose = (*start, 0)
         """(x, y, θ) of the agent."""
         self.carried: int | None = None
         """Colour of the key that the agent carries."""
@@ -96,7 +88,7 @@ class ObjectWorld(gymnasium.Env):
     def step(self, action: int):
         """Turn left (0) or right (1), walk (2), pick up (3) or drop (4) a key, or open a door (5)."""
         grid.check_action(action, 6)
-        x, y, theta = self._pose()
+        x, y, theta = self.pose
         dx, dy = grid.DIRECTIONS[theta]
         x_ahead, y_ahead = x + dx, y + dy
         category, colour, state = self.cells[y_ahead, x_ahead].tolist()
@@ -106,9 +98,7 @@ class ObjectWorld(gymnasium.Env):
         elif action == grid.RIGHT:
             theta = (theta + 1) % 4
         elif action == grid.FORWARD:
-            if category in (grid.EMPTY, grid.GOAL, grid.LAVA, grid.SPIKE) or (
-                category == grid.DOOR and state == grid.OPEN
-            ):
+            if category in _FREE or (category == grid.DOOR and state == grid.OPEN):
                 x, y = x_ahead, y_ahead
         elif action == grid.PICKUP:
             if category == grid.KEY and self.carried is None:
@@ -141,19 +131,14 @@ class ObjectWorld(gymnasium.Env):
         """The image of the whole grid; None without a render mode."""
         if self.render_mode is None:
             return None
-        return grid.draw(self.cells, *self._pose())
+        return grid.draw(self.cells, *self.pose)
 
     def _build(self) -> dict[str, Any]:
         """Place the objects of one episode with `np_random`; return the entries of `info` besides the events."""
         raise NotImplementedError
 
-    def _pose(self) -> tuple[int, int, int]:
-        if self.pose is None:
-            raise gymnasium.error.ResetNeeded(f"{type(self).__name__}: call reset() first")
-        return self.pose
-
     def _observe(self) -> np.ndarray:
-        x, y, theta = self._pose()
+        x, y, theta = self.pose
         dy, dx = _OFFSETS[theta]
         observation = np.empty(_SIZE, dtype=np.float32)
         observation[:-6] = (self._padded[y + _PAD + dy, x + _PAD + dx] / _LARGEST).ravel()

@@ -86,40 +86,24 @@ class Rooms(gymnasium.Env):
         self.observation_space = Box(-1.0, 1.0, (3,), np.float32)
 
         walls = {x for x, _ in self.GAPS}
-        self._cells = [
-            (x, y)
-            for x in range(self.WIDTH)
-            for y in range(self.HEIGHT)
-            if (x not in walls or (x, y) in self.GAPS) and (x, y) != self.GOAL
-        ]
-        self._cells.append(self.GOAL)
+        grid_cells = [(x, y) for x in range(self.WIDTH) for y in range(self.HEIGHT)]
+        free = [(x, y) for x, y in grid_cells if x not in walls or (x, y) in self.GAPS]
+        self._cells = [*(cell for cell in free if cell != self.GOAL), self.GOAL]
         self._index = {cell: index for index, cell in enumerate(self._cells)}
-        poses = np.array([(x, y, theta) for x, y in self._cells for theta in range(4)])
-        self._observations = (2 * poses / (self.WIDTH - 1, self.HEIGHT - 1, 3) - 1).astype(np.float32)
+        self.num_states = 4 * len(self._cells)
+        """Number of states; the last four are the goal."""
+        poses = np.array([self.pose_of(state) for state in range(self.num_states)])
+        self.observations = (2 * poses / (self.WIDTH - 1, self.HEIGHT - 1, 3) - 1).astype(np.float32)
+        """The observation of each state, float32 [states, 3]."""
         self.potential = self._potential(shaping)
         """φ of each state, float64 [states]; all 0 without shaping."""
-        self._dynamics = self._tabulate(rewards, gamma)
+        self.dynamics = self._tabulate(rewards, gamma)
+        """The tabulated dynamics; `step` uses the same tables."""
         # Steps are three times faster with lists of Python numbers than with arrays.
-        self._table = [table.tolist() for table in self._dynamics]
+        self._table = [table.tolist() for table in self.dynamics]
         self._events = [self._events_at(cell) for cell in self._cells]
-        self._state: int | None = None
-
-    @property
-    def observations(self) -> np.ndarray:
-        """The observation of each state, float32 [states, 3]."""
-        return self._observations
-
-    @property
-    def num_states(self) -> int:
-        """Number of states; the last four are the goal."""
-        return 4 * len(self._cells)
-
-    @property
-    def state(self) -> int:
+        self.state = 0
         """The current state as an integer."""
-        if self._state is None:
-            raise gymnasium.error.ResetNeeded(f"{type(self).__name__}: call reset() first")
-        return self._state
 
     def state_of(self, x: int, y: int, theta: int) -> int:
         """The integer state of a pose."""
@@ -128,10 +112,6 @@ class Rooms(gymnasium.Env):
     def pose_of(self, state: int) -> tuple[int, int, int]:
         """The pose (x, y, θ) of an integer state."""
         return *self._cells[state // 4], state % 4
-
-    def dynamics(self) -> Dynamics:
-        """The tabulated dynamics; `step` uses the same tables."""
-        return self._dynamics
 
     def optimal_q(self, gamma: float) -> np.ndarray:
         """The optimal Q-values, the fixed point Q*(s, a) = r + γ max Q*(s', ·), computed by value iteration.
@@ -142,7 +122,7 @@ class Rooms(gymnasium.Env):
         Returns:
             float64 [states, actions].
         """
-        next_state, reward, terminal = self._dynamics
+        next_state, reward, terminal = self.dynamics
         discount = gamma * ~terminal
         q = np.zeros(reward.shape)
         while True:
@@ -153,53 +133,50 @@ class Rooms(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Place the agent at the start."""
         super().reset(seed=seed)
-        self._state = self.state_of(*self.START)
-        return self._observations[self._state].copy(), dict.fromkeys(self.EVENTS, False)
+        self.state = self.state_of(*self.START)
+        return self.observations[self.state].copy(), dict.fromkeys(self.EVENTS, False)
 
     def step(self, action: int):
         """Turn left (0), turn right (1) or walk forward (2). A step into a wall has no effect."""
         grid.check_action(action, 3)
         state = self.state
         next_state, reward, terminal = self._table
-        self._state = new = next_state[state][action]
+        self.state = new = next_state[state][action]
         events = self._events[new // 4].copy()
-        return self._observations[new].copy(), reward[state][action], terminal[state][action], False, events
+        return self.observations[new].copy(), reward[state][action], terminal[state][action], False, events
 
     def render(self) -> np.ndarray | None:
         """The image of the grid with a frame of walls; None without a render mode."""
         if self.render_mode is None:
             return None
-        cells = np.zeros((self.HEIGHT + 2, self.WIDTH + 2, 3), dtype=np.int64)
-        cells[..., 0] = grid.WALL
+        cells = np.tile([grid.WALL, grid.GREY, 0], (self.HEIGHT + 2, self.WIDTH + 2, 1))
         for x, y in self._cells:
-            cells[y + 1, x + 1, 0] = grid.EMPTY
+            cells[y + 1, x + 1] = grid.EMPTY
         cells[self.GOAL[1] + 1, self.GOAL[0] + 1] = grid.GOAL, grid.GREEN, 0
         x, y, theta = self.pose_of(self.state)
         return grid.draw(cells, x + 1, y + 1, theta)
 
     def _events_at(self, cell: tuple[int, int]) -> dict[str, bool]:
-        start = self.START[:2]
         events = {
             "at_gap": cell in self.GAPS,
             "done": cell == self.GOAL,
             # The paper says "positions near"; here, near means one or two cells away.
             "near_goal": 1 <= _manhattan(cell, self.GOAL) <= 2,
-            "near_initial": 1 <= _manhattan(cell, start) <= 2,
+            "near_initial": 1 <= _manhattan(cell, self.START) <= 2,
         }
         return {name: events[name] for name in self.EVENTS}
 
     def _potential(self, shaping: str | None) -> np.ndarray:
-        if shaping is None or shaping == "gap":
-            phi = np.array([float(shaping == "gap" and cell in self.GAPS) for cell in self._cells])
-        else:
-            distance = {
-                "manhattan_goal": lambda cell: _manhattan(cell, self.GOAL),
-                "manhattan_gap": lambda cell: min(_manhattan(cell, gap) for gap in self.GAPS),
-                "right_wall": lambda cell: self.WIDTH - 1 - cell[0],
-                "left_wall": lambda cell: cell[0],
-            }[shaping]
-            distances = np.array([distance(cell) for cell in self._cells])
-            phi = 1 - distances / distances.max()
+        distance = {
+            None: lambda cell: 1,
+            "gap": lambda cell: cell not in self.GAPS,
+            "manhattan_goal": lambda cell: _manhattan(cell, self.GOAL),
+            "manhattan_gap": lambda cell: min(_manhattan(cell, gap) for gap in self.GAPS),
+            "right_wall": lambda cell: self.WIDTH - 1 - cell[0],
+            "left_wall": lambda cell: cell[0],
+        }[shaping]
+        distances = np.array([float(distance(cell)) for cell in self._cells])
+        phi = 1 - distances / distances.max()
         phi[-1] = 0.0
         return phi.repeat(4)
 
@@ -222,7 +199,7 @@ class Rooms(gymnasium.Env):
         return Dynamics(next_state, reward, terminal)
 
 
-def _manhattan(a: tuple[int, int], b: tuple[int, int]) -> int:
+def _manhattan(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 

@@ -19,8 +19,10 @@ prints a table and writes ``cliffwalk.csv``, with one row per run, and the figur
 """
 
 import statistics
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,13 +72,11 @@ class Cliffwalk:
 
     def td_error(self, transition: int) -> float:
         """TD error δ of a transition with the current Q-values."""
-        n = self.num_states
-        if transition >= n:
-            target = 0.0
+        n, target = self.num_states, 0.0
+        if transition < n - 1:
+            target = self.discount * max(self.q_values[transition + 1], self.q_values[n + transition + 1])
         elif transition == n - 1:
             target = 1.0
-        else:
-            target = self.discount * max(self.q_values[transition + 1], self.q_values[n + transition + 1])
         return target - self.q_values[transition]
 
     def update(self, transition: int) -> float:
@@ -100,9 +100,9 @@ def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]
             yield
 
 
-def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: object) -> Iterator[None]:
-    """One update per iteration, with transitions drawn by priority."""
-    buffer = make_buffer(sampler, transitions)
+def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: Any) -> Iterator[None]:
+    """One update per iteration, with transitions drawn by priority; `sampler`: the class."""
+    buffer = make_buffer(sampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute"), transitions)
     while True:
         batch = buffer.sample(1)
         td_error = walk.update(int(batch["transition"]))
@@ -132,12 +132,8 @@ def make_buffer(sampler: object, transitions: torch.Tensor) -> TensorDictReplayB
 
 STRATEGIES: dict[str, Callable[[Cliffwalk, torch.Tensor], Iterator[None]]] = {
     "uniform": replay_uniform,
-    "rank-based": lambda walk, transitions: replay_prioritized(
-        walk, transitions, RankBasedSampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute")
-    ),
-    "proportional": lambda walk, transitions: replay_prioritized(
-        walk, transitions, ProportionalSampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute")
-    ),
+    "rank-based": partial(replay_prioritized, sampler=RankBasedSampler),
+    "proportional": partial(replay_prioritized, sampler=ProportionalSampler),
     "oracle": replay_oracle,
 }
 
@@ -155,37 +151,34 @@ def count_updates(strategy: str, num_states: int, seed: int) -> int:
     raise AssertionError("strategies do not end")
 
 
+def updates_of(rows: list[dict]) -> dict[tuple[int, str], list[int]]:
+    """The updates of each seed, by number of states and strategy."""
+    found = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found[row["num_states"], row["strategy"]].append(row["updates"])
+    return found
+
+
 def format_table(rows: list[dict]) -> str:
     """A table of median updates, and in brackets their share of uniform's, with one line per number of states."""
-    lines = []
-    for num_states in sorted({row["num_states"] for row in rows}):
-        medians = [median(rows, num_states, strategy) for strategy in STRATEGIES]
-        lines.append((num_states, *(f"{value:,.0f} ({value / medians[0]:.2f})" for value in medians)))
+    found, lines = updates_of(rows), []
+    for n in sorted({row["num_states"] for row in rows}):
+        medians = [statistics.median(found[n, strategy]) for strategy in STRATEGIES]
+        lines.append((n, *(f"{value:,.0f} ({value / medians[0]:.2f})" for value in medians)))
     return markdown(("states", *STRATEGIES), lines)
 
 
 def conclusion(rows: list[dict]) -> str:
     """One sentence on proportional PER and uniform replay, for the largest number of states."""
-    num_states = max(row["num_states"] for row in rows)
-    ours, uniform = (median(rows, num_states, strategy) for strategy in ("proportional", "uniform"))
-    pairs = [updates_of(rows, num_states, strategy) for strategy in ("proportional", "uniform")]
-    ahead = sum(mine < theirs for mine, theirs in zip(*pairs, strict=True))
+    n, found = max(row["num_states"] for row in rows), updates_of(rows)
+    pair = found[n, "proportional"], found[n, "uniform"]
+    ours, uniform = map(statistics.median, pair)
+    ahead = sum(mine < theirs for mine, theirs in zip(*pair, strict=True))
     return (
-        f"Blind Cliffwalk with {num_states} states: proportional PER took {ours:,.0f} updates, uniform replay "
+        f"Blind Cliffwalk with {n} states: proportional PER took {ours:,.0f} updates, uniform replay "
         f"{uniform:,.0f}: {ours / uniform:.2f} times as many (medians; PER was faster with {ahead} of "
-        f"{len(pairs[0])} seeds)"
+        f"{len(pair[0])} seeds)"
     )
-
-
-def updates_of(rows: list[dict], num_states: int, strategy: str) -> list[int]:
-    """The updates of each seed."""
-    chosen = [row for row in rows if row["num_states"] == num_states and row["strategy"] == strategy]
-    return [row["updates"] for row in sorted(chosen, key=lambda row: row["seed"])]
-
-
-def median(rows: list[dict], num_states: int, strategy: str) -> float:
-    """Median of the updates over the seeds."""
-    return statistics.median(updates_of(rows, num_states, strategy))
 
 
 @styled
@@ -193,14 +186,13 @@ def plot(rows: list[dict]) -> Figure:
     """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
     figure, (panel,) = panel_grid(1, height=3.1)
     chosen = looks(STRATEGIES)
-    states = sorted({row["num_states"] for row in rows})
+    found, states = updates_of(rows), sorted({row["num_states"] for row in rows})
     for place, strategy in enumerate(STRATEGIES):
         # beside each other, so that the ranges do not cover one another
         size = [(2 ** (n + 1) - 2) * 1.05 ** (place - 1.5) for n in states]
-        of = [np.array(updates_of(rows, n, strategy)) for n in states]
-        middle, low, high = (np.array(list(map(function, of))) for function in (np.median, np.min, np.max))
-        color, marker = chosen[strategy]
-        error = (middle - low, high - middle)
+        of = np.array([found[n, strategy] for n in states])
+        middle, (color, marker) = np.median(of, 1), chosen[strategy]
+        error = (middle - of.min(1), of.max(1) - middle)
         panel.errorbar(size, middle, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
     panel.set(xscale="log", yscale="log", xlabel="transitions in the buffer", ylabel="updates until the error is small")
     panel.xaxis.set_major_formatter("{x:,.0f}")
@@ -216,26 +208,18 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
     parser = ExperimentParser("cliffwalk", __doc__, writes="cliffwalk.csv, .png and .svg", reads="draw the figure")
     parser.add_argument("--seeds", type=positive, default=10, help="runs of each strategy (default: %(default)s)")
-    parser.add_argument(
-        "--states",
-        type=positive,
-        nargs="+",
-        default=[2, 4, 6, 8, 10],
-        help="numbers of states (default: 2, 4, ..., 10)",
-    )
+    text = "numbers of states (default: 2, 4, ..., 10)"
+    parser.add_argument("--states", type=positive, nargs="+", default=[2, 4, 6, 8, 10], help=text)
     options = parser.parse_args(arguments)
 
     def measure() -> Iterator[dict]:
         runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]
-        for num_states, strategy, seed in tqdm(runs, desc="cliffwalk", leave=False):
-            updates = count_updates(strategy, num_states, seed)
-            yield {"num_states": num_states, "strategy": strategy, "seed": seed, "updates": updates}
+        for run in tqdm(runs, desc="cliffwalk", leave=False):
+            num_states, strategy, seed = run
+            yield dict(zip(COLUMNS, (*run, count_updates(strategy, num_states, seed)), strict=True))
 
-    def describe(rows: list[dict]) -> str:
-        return f"{format_table(rows)}\n\n{conclusion(rows)}"
-
-    return parser.run(options, COLUMNS, measure, describe, plot)
+    return parser.run(options, COLUMNS, measure, lambda rows: f"{format_table(rows)}\n\n{conclusion(rows)}", plot)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

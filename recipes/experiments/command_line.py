@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from recipes.common.csv_files import append_rows, read_csv
 from recipes.common.errors import ConfigError, reason
 from recipes.common.figures import files_of, save
+from recipes.common.tables import append_rows, read_csv
 
 Row = dict[str, Any]
 
@@ -28,12 +28,8 @@ class ExperimentParser(argparse.ArgumentParser):
     def __init__(self, name: str, doc: str | None, *, writes: str, reads: str):
         super().__init__(prog=f"python -m recipes.experiments.{name}", description=(doc or "").splitlines()[0])
         self.name = name
-        self.add_argument(
-            "--out",
-            type=Path,
-            default=Path("runs") / name,
-            help=f"directory of {writes} (default: %(default)s)",
-        )
+        text = f"directory of {writes} (default: %(default)s)"
+        self.add_argument("--out", type=Path, default=Path("runs") / name, help=text)
         self.add_argument("--read", type=Path, metavar="CSV", help=f"{reads} of an earlier run; run nothing")
 
     def run(

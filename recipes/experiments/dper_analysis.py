@@ -35,6 +35,7 @@ if __name__ == "__main__":
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,20 +49,20 @@ from tqdm import tqdm
 from recipes import td3
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import DONE, parse_config
-from recipes.common.csv_files import read_csv, rewrite
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
 from recipes.common.files import CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.replay import make_replay
-from recipes.common.schemas.dper_analysis import Config
-from recipes.common.tables import markdown
+from recipes.common.schemas import AnalysisRun, TD3Run
+from recipes.common.tables import markdown, read_csv, rewrite
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 
 SHARES = (0.5, 0.25, 0.1)
 SATURATED = 0.99  # absolute value of an action
+Row = dict[str, Any]  # of dper_analysis.csv
 MEASURES = {
     "score": "score: chosen / mean candidate",
     "squared_difference": "squared difference of actions: chosen / uniform",
@@ -78,7 +79,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     raw_config = load_config(run_dir / CONFIG)
     if "td3" not in raw_config:
         raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
-    config = parse_config(raw_config, td3.Config)
+    config = parse_config(raw_config, TD3Run)
     env = make_continuous_env(config.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
     env.close()
@@ -122,53 +123,54 @@ def ratio(numbers: np.ndarray, references: np.ndarray) -> tuple[float, float, fl
 
 
 @torch.no_grad()
-def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> dict[str, float]:
+def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> list[Row]:
     """Squared difference from the policy's actions, newest transitions / all transitions, for each of SHARES."""
     count = len(replay)
     newest_first = (replay.write_count - 1 - torch.arange(count)) % replay.storage.max_size
     stored = replay[newest_first]
     squares = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean(1)
-    return {
-        f"newest {share:g}": (squares[: math.ceil(share * count)].mean() / squares.mean()).item() for share in SHARES
-    }
+    means = [squares[: math.ceil(share * count)].mean() / squares.mean() for share in SHARES]
+    return [
+        {"granularity": f"newest {share:g}", "num_candidates": "", "squared_difference": mean.item()}
+        for share, mean in zip(SHARES, means, strict=True)
+    ]
 
 
-def format_table(rows: list[dict], newest: dict[str, float]) -> str:
+def format_table(rows: list[Row]) -> str:
     """A table with one line per granularity and K, and lines for the newest transitions."""
     names = ("score", "squared difference", "KL of the batch")
     lines = []
     for row in rows:
+        if row["num_candidates"] == "":
+            lines.append((row["granularity"], "", "", f"{row['squared_difference']:.3f}", "", "", ""))
+            continue
         ratios = (f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
         saturated = f"{row['saturated']:.3f}" if "saturated" in row else ""
-        lines.append((row["granularity"], row["num_candidates"], *ratios, f"{row['spread']:.3f}", saturated))
-    lines += [(name, "", "", f"{value:.3f}", "", "", "") for name, value in newest.items()]
+        lines.append((row["granularity"], f"{row['num_candidates']:g}", *ratios, f"{row['spread']:.3f}", saturated))
     return markdown(("granularity", "K", *names, "spread", "saturated"), lines)
 
 
 @styled
-def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
+def plot(rows: list[Row]) -> Figure:
     """Draw the ratios against K, with their intervals."""
     figure, panels = panel_grid(len(MEASURES), len(MEASURES), sharey=True)
-    names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows}
+    measured = sorted((row for row in rows if row["num_candidates"] != ""), key=lambda row: row["num_candidates"])
+    newest = [row for row in rows if row["num_candidates"] == ""]
+    names = {row["granularity"]: f"chosen by {row['granularity']}" for row in rows if row not in newest}
     chosen = looks(names)
     for panel, (measure, title) in zip(panels, MEASURES.items(), strict=True):
         for granularity in names:
-            of = sorted(
-                (row for row in rows if row["granularity"] == granularity), key=lambda row: row["num_candidates"]
-            )
-            count, value, low, high = (
-                np.array([row[key] for row in of])
-                for key in ("num_candidates", measure, f"{measure}_low", f"{measure}_high")
-            )
+            of = [row for row in measured if row["granularity"] == granularity]
+            keys = ("num_candidates", measure, f"{measure}_low", f"{measure}_high")
+            count, value, low, high = (np.array([row[key] for row in of]) for key in keys)
             color, marker = chosen[granularity]
             panel.errorbar(count, value, yerr=[value - low, high - value], color=color, marker=marker, linewidth=1.2)
-        for share, value in newest.items() if measure == "squared_difference" else ():
+        for row in newest if measure == "squared_difference" else ():
+            value, place = row["squared_difference"], {"xycoords": ("axes fraction", "data"), "ha": "right"}
             panel.axhline(value, color=GREY, linewidth=0.9, linestyle=":")
-            panel.annotate(
-                share, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=GREY, fontsize=8
-            )
+            panel.annotate(row["granularity"], (1, value), va="bottom", color=GREY, fontsize=8, **place)
         panel.set(title=title.replace(": ", ":\n"), yscale="log")
-        panel.set_xticks(sorted({row["num_candidates"] for row in rows}))
+        panel.set_xticks(sorted({row["num_candidates"] for row in measured}))
         panel.yaxis.set_major_formatter("{x:g}")
     panels[len(panels) // 2].set_xlabel("candidates K")
     note = "Marker: ratio of means; bar: 95 % bootstrap interval over draws. The y axis is logarithmic."
@@ -178,31 +180,36 @@ def plot(rows: list[dict], newest: dict[str, float]) -> Figure:
     return figure
 
 
-def read_results(path: Path) -> tuple[list[dict], dict[str, float]]:
-    """Read the rows of an earlier analysis, and those of the newest transitions; ConfigError if it is another file."""
-    rows, newest = [], {}
-    for row in read_csv(path, ("granularity", "num_candidates", *MEASURES)):
-        if row["num_candidates"] == "":
-            newest[row["granularity"]] = float(row["squared_difference"])
-            continue
-        numbers = {key: float(value) for key, value in row.items() if key != "granularity"}
-        rows.append({**numbers, "granularity": row["granularity"], "num_candidates": int(row["num_candidates"])})
-    return rows, newest
+def read_results(path: Path) -> list[Row]:
+    """Read the rows of an earlier analysis; ConfigError if it is another file."""
+    return [
+        {key: value if value == "" or key == "granularity" else float(value) for key, value in row.items()}
+        for row in read_csv(path, ("granularity", "num_candidates", *MEASURES))
+    ]
 
 
-def analyse(config: Config, run_dir: Path) -> int:
+def analyse(config: AnalysisRun, run_dir: Path) -> int:
     """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
 
     Returns:
         The exit code.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    figures = files_of(run_dir / "dper_analysis")
+    table, figures = run_dir / "dper_analysis.csv", files_of(run_dir / "dper_analysis")
     if config.read is not None:
-        rows, newest = read_results(Path(config.read))
-        save(plot(rows, newest), *figures)
-        print(format_table(rows, newest))
-        return DONE
+        rows, written = read_results(Path(config.read)), figures
+    else:
+        rows, written = measure_all(config), [table, *figures]
+        cells = [{key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()} for row in rows]
+        rewrite(table, [dict.fromkeys(cells[0], "") | row for row in cells])
+    save(plot(rows), *figures)
+    print(format_table(rows))
+    print("written:", *written)
+    return DONE
+
+
+def measure_all(config: AnalysisRun) -> list[Row]:
+    """The rows of dper_analysis.csv."""
     assert config.run is not None
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(config.seed)
@@ -221,27 +228,14 @@ def analyse(config: Config, run_dir: Path) -> int:
         raise ConfigError(str(error)) from error
     bar = tqdm(buffers, desc="dper_analysis", leave=False)
     uniform, *results = [measure(buffer, policy, noise_scale, config.draws) for buffer in bar]
-
-    rows: list[dict] = []
+    rows = []
     for (granularity, count), result in zip(settings, results, strict=True):
         chosen, candidates, squares, difference, kl, saturated = result.T
         pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
-        row: dict = {"granularity": granularity, "num_candidates": count}
+        row: Row = {"granularity": granularity, "num_candidates": count}
         for name, pair in zip(MEASURES, pairs, strict=True):
             row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(*pair), strict=True))
         row["spread"] = float(np.sqrt(squares.mean() / candidates.mean() ** 2 - 1))
         row["saturated"] = float(saturated.mean())
         rows.append(row)
-    newest = of_newest(replay, policy)
-    saved = [*rows, *({"granularity": name, "squared_difference": value} for name, value in newest.items())]
-    rewrite(
-        run_dir / "dper_analysis.csv",
-        [
-            dict.fromkeys(rows[0], "") | {key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()}
-            for row in saved
-        ],
-    )
-    save(plot(rows, newest), *figures)
-    print(format_table(rows, newest))
-    print("written:", run_dir / "dper_analysis.csv", *figures)
-    return DONE
+    return rows + of_newest(replay, policy)

@@ -5,7 +5,7 @@
     python -m recipes.experiments.sharding --read recipes/results/sharding.csv
 
 A learner in this process samples batches of 256 transitions with PER from 1, 2 and 4 shards, Ray actors on this host,
-and returns TD errors. Transitions are small (CartPole, 54 bytes), or have images (4 frames of 84 x 84, 56 kB).
+and returns TD errors. Transitions are small (CartPole, 50 bytes), or have images (4 frames of 84 x 84, 56 kB).
 
 The model is fitted to the CPU time of the learner's process:
 
@@ -21,7 +21,6 @@ sharding.csv has one row per number of shards and kind of transition. Each numbe
     write_wall            seconds to write 64 transitions
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from recipes.benchmark.buffers import Stream
 from recipes.common.checked import positive
 from recipes.common.remote import runtime
 from recipes.common.tables import markdown
@@ -38,33 +38,19 @@ from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, Sha
 
 # of sharding.csv
 COLUMNS = ("shards", "row_bytes", "wall", "cpu", "write_wall")
-BATCH, WRITTEN, STREAMS, BLOCKS = 256, 64, 8, 10
+BATCH, WRITTEN, BLOCKS = 256, 64, 10
 IMAGE = 4 * 84 * 84
 HOSTS = 1, 4, 16, 64, 256
 # bytes per second
 NETWORKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}
 
 
-def transitions(first: int, count: int, *, images: bool) -> TensorDict:
-    """Rows of STREAMS environments that take turns, with episodes of 20 steps."""
-    number = torch.arange(first, first + count)
-    step, stream = number // STREAMS, number % STREAMS
-    done = (step % 20 == 19).unsqueeze(1)
-    observation = torch.zeros(count, IMAGE, dtype=torch.uint8) if images else torch.zeros(count, 4)
-    return TensorDict(
-        {
-            "observation": observation,
-            "action": torch.zeros(count, dtype=torch.int64),
-            "collector": {"traj_ids": step // 20 * STREAMS + stream},
-            "next": {
-                "observation": observation.clone(),
-                "reward": torch.zeros(count, 1),
-                "done": done,
-                "terminated": done.clone(),
-            },
-        },
-        [count],
-    )
+def take(stream: Stream, *, images: bool) -> TensorDict:
+    """The next WRITTEN transitions."""
+    rows = stream.take(WRITTEN)
+    if images:
+        rows["observation"] = rows["next", "observation"] = torch.zeros(WRITTEN, IMAGE, dtype=torch.uint8)
+    return rows
 
 
 def cycle(buffer: ShardedReplayBuffer) -> None:
@@ -90,7 +76,7 @@ def measure_calls(call: Callable[[], object], count: int) -> np.ndarray:
 
 def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
     """Measure one number of shards; a row of sharding.csv."""
-    capacity = 4096 if images else 65536
+    capacity, stream = 4096 if images else 65536, Stream()
     buffer = ShardedReplayBuffer(
         num_shards,
         storage=partial(CompilableTensorStorage, capacity // num_shards),
@@ -100,16 +86,14 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
         remote_config={"num_cpus": 0},
     )
     try:
-        rows = partial(transitions, count=WRITTEN, images=images)
-        for first in range(0, capacity, WRITTEN):
-            buffer.extend(rows(first))
+        for _ in range(capacity // WRITTEN):
+            buffer.extend(take(stream, images=images))
         measure_calls(partial(cycle, buffer), 2)
         wall, cpu = measure_calls(partial(cycle, buffer), cycles)
-        first = itertools.count(capacity, WRITTEN)
-        write_wall, _ = measure_calls(lambda: buffer.extend(rows(next(first))), max(cycles // 4, 1))
+        write_wall, _ = measure_calls(lambda: buffer.extend(take(stream, images=images)), max(cycles // 4, 1))
     finally:
         buffer.shutdown()
-    size = transitions(0, 1, images=images).bytes()
+    size = take(stream, images=images).bytes() // WRITTEN
     return dict(zip(COLUMNS, (num_shards, size, wall, cpu, write_wall), strict=True))
 
 

@@ -22,7 +22,6 @@ draws the figure of an earlier run.
 
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,8 +35,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.checked import positive
-from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import count_steps, explain, looks, panel_grid, styled, threshold_line
+from recipes.common.curves import Curve, draw_runs
 from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
@@ -53,6 +51,7 @@ INTERVAL = 8
 BATCH_SIZE = 32
 CHECK_INTERVAL = 500
 THRESHOLD = 0.7
+ERROR = "root mean squared error of Q"
 CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
 ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
 PER: dict[str, Any] = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
@@ -82,24 +81,17 @@ def make_stream(world: Rooms, truth: np.ndarray, seed: int) -> TensorDict:
         state = world.state
         action = int(truth[state].argmax()) if rng.random() < OPTIMAL_SHARE else int(rng.integers(3))
         _, reward, terminated, truncated, events = env.step(action)
-        rows.append((state, action, reward, world.state, terminated, truncated, events["at_gap"], events["done"]))
-        if terminated or truncated:
+        done = terminated or truncated
+        rows.append((state, action, world.state, reward, terminated, done, events["at_gap"], events["done"]))
+        if done:
             env.reset()
-    state, action, reward, after, terminated, truncated, at_gap, done = map(torch.tensor, zip(*rows, strict=True))
-    return TensorDict(
-        {
-            "state": state,
-            "action": action,
-            "next": {
-                "state": after,
-                "reward": reward,
-                "terminated": terminated,
-                "done": terminated | truncated,
-                "events": {"at_gap": at_gap, "done": done},
-            },
-        },
-        [STEPS],
-    )
+    following: Any = ("state", "reward", "terminated", "done", ("events", "at_gap"), ("events", "done"))
+    stream = TensorDict({"next": TensorDict({}, [STEPS])}, [STEPS])
+    state, action, *others = map(torch.tensor, zip(*rows, strict=True))
+    stream["state"], stream["action"] = state, action
+    for key, column in zip(following, others, strict=True):
+        stream["next"][key] = column
+    return stream
 
 
 def make_buffer(method: str) -> TensorDictReplayBuffer:
@@ -110,12 +102,8 @@ def make_buffer(method: str) -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH_SIZE)
     specs = [EventSpec(name, ("next", "events", name), history) for name in ("at_gap", "done")]
     tables = EventTables(specs, CAPACITY, retention="pinned")
-    return TensorDictReplayBuffer(
-        storage=storage,
-        writer=EventTableWriter(tables),
-        sampler=EventTableSampler(tables, eta=ETA, priority=priority),
-        batch_size=BATCH_SIZE,
-    )
+    writer, sampler = EventTableWriter(tables), EventTableSampler(tables, eta=ETA, priority=priority)
+    return TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=BATCH_SIZE)
 
 
 def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
@@ -177,31 +165,20 @@ def curve_of(row: dict) -> list[float]:
     return [float(value) for key, value in row.items() if key.startswith("error_")]
 
 
-@styled
 def plot(rows: list[dict]) -> Figure:
-    """Draw the median error over the seeds, with the range over seeds shaded."""
-    figure, (panel,) = panel_grid(1, height=3.4)
-    chosen = looks(METHODS)
-    for place, method in enumerate(METHODS):
-        of = np.array([curve_of(row) for row in rows if row["method"] == method])
-        steps = CHECK_INTERVAL * np.arange(1, of.shape[1] + 1)
-        color, marker = chosen[method]
-        panel.plot(steps, np.median(of, 0), color=color, marker=marker, markevery=(place, len(METHODS)))
-        panel.fill_between(steps, of.min(0), of.max(0), color=color, **BAND)
-    entries: dict = curve_entries(METHODS, chosen)
-    threshold_line(panel, THRESHOLD, entries, several=False)
-    panel.set(xlabel=count_steps(panel.xaxis, STEPS), ylabel="root mean squared error of Q", xmargin=0.02)
-    figure.suptitle("Three Rooms, tabular Q-learning")
-    seeds = len({row["seed"] for row in rows})
-    explain(figure, entries, f"Line: median of {seeds} seeds; band: range over seeds.")
-    return figure
+    """Draw the error of each method over the steps."""
+    runs = []
+    for row in rows:
+        errors = np.array(curve_of(row))
+        steps = CHECK_INTERVAL * np.arange(1, len(errors) + 1)
+        runs.append(Curve("threerooms", row["method"], row["seed"], THRESHOLD, steps, {ERROR: errors}, ERROR))
+    return draw_runs(runs, [ERROR])
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = ExperimentParser(
-        "sset_tabular", __doc__, writes="sset_tabular.csv, .png and .svg", reads="draw the figure"
-    )
+    files = "sset_tabular.csv, .png and .svg"
+    parser = ExperimentParser("sset_tabular", __doc__, writes=files, reads="draw the figure")
     parser.add_argument("--seeds", type=positive, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
 
@@ -217,4 +194,4 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -20,7 +20,6 @@ equals the oracle for every offset.
 run.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -66,17 +65,6 @@ def argmax_random_ties(score: Tensor, generator: torch.Generator) -> Tensor:
     return torch.rand(score.shape, generator=generator).masked_fill(~is_largest, -1.0).argmax(1)
 
 
-def select_uniform(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """A uniformly random transition."""
-    rows, length = td_error.shape
-    return torch.randint(length, (rows,), generator=generator)
-
-
-def select_per_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """The transition with the largest absolute TD error."""
-    return argmax_random_ties(td_error, generator)
-
-
 def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
     """The transition with the largest reliability-adjusted TD error, Ψ_t = R_t |δ_t| (Eq. 5)."""
     episode = torch.arange(len(td_error)).repeat_interleave(td_error.shape[1])
@@ -85,16 +73,12 @@ def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor
     return argmax_random_ties(score, generator)
 
 
-def select_oracle(td_error: Tensor, generator: torch.Generator) -> Tensor:
-    """The last transition whose TD error is not zero."""
-    return td_error.shape[1] - 1 - (td_error != 0).flip(1).int().argmax(1)
-
-
+# Strategy -> function of |δ| [episodes, n] and a generator that chooses a transition of each episode, [episodes].
 STRATEGIES: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
-    "uniform": select_uniform,
-    "PER-g": select_per_greedy,
+    "uniform": lambda error, generator: torch.randint(error.shape[1], error.shape[:1], generator=generator),
+    "PER-g": argmax_random_ties,
     "ReaPER-g": select_reaper_greedy,
-    "oracle": select_oracle,
+    "oracle": lambda error, _: error.shape[1] - 1 - (error != 0).flip(1).int().argmax(1),
 }
 
 
@@ -125,14 +109,13 @@ def count_updates(strategy: str, q_values: Tensor, generator: torch.Generator) -
         updates[episode] += 1
 
 
-def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[dict]:
+def run(lengths: list[int], seeds: int, seed: int = 0) -> list[dict]:
     """Count the updates of every strategy in every condition.
 
     Args:
         lengths: episode lengths.
         seeds: number of independent episodes per mean.
         seed: seed of the random choices. Default: 0.
-        offset: see :func:`initial_q_values`; taken modulo the period of the condition. Default: 0.
 
     Returns:
         One row per condition, length and strategy, with ``updates`` (mean), ``extra`` (mean number of updates in excess
@@ -141,22 +124,15 @@ def run(lengths: list[int], seeds: int, seed: int = 0, offset: int = 0) -> list[
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
-        initial = torch.stack([initial_q_values(length, p, offset % p if p else 0) for p in PERIODS.values()])
+        initial = torch.stack([initial_q_values(length, period) for period in PERIODS.values()])
         initial = initial.repeat_interleave(seeds, 0)
         updates = {s: count_updates(s, initial, generator).double().view(len(PERIODS), seeds) for s in STRATEGIES}
         for index, condition in enumerate(PERIODS):
             for strategy in STRATEGIES:
                 extra = updates[strategy][index] - updates["oracle"][index]
-                rows.append(
-                    {
-                        "condition": condition,
-                        "length": length,
-                        "strategy": strategy,
-                        "updates": updates[strategy][index].mean().item(),
-                        "extra": extra.mean().item(),
-                        "extra_std": extra.std(correction=0).item(),
-                    }
-                )
+                numbers = updates[strategy][index].mean(), extra.mean(), extra.std(correction=0)
+                found = (condition, length, strategy, *(number.item() for number in numbers))
+                rows.append(dict(zip(KINDS, found, strict=True)))
     return rows
 
 
@@ -201,17 +177,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser = ExperimentParser("stylized", __doc__, writes="stylized.csv, .png and .svg", reads="draw the figure")
     parser.add_argument("--seeds", type=positive, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
-    parser.add_argument(
-        "--lengths",
-        type=positive,
-        nargs="+",
-        default=list(range(10, 101, 10)),
-        help="episode lengths (default: 10, 20, ..., 100)",
-    )
+    text = "episode lengths (default: 10, 20, ..., 100)"
+    parser.add_argument("--lengths", type=positive, nargs="+", default=list(range(10, 101, 10)), help=text)
     options = parser.parse_args(arguments)
     measure = partial(run, options.lengths, options.seeds, options.seed)
     return parser.run(options, KINDS, measure, format_table, plot)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -41,9 +41,9 @@ def train(recipe: str, overrides: list[str], run_dir: Path) -> dict[str, object]
     replays = []
 
     class Run(training.Run):
-        def __init__(self, *arguments, **keywords):
-            replays.append(keywords["replay"])
-            super().__init__(*arguments, **keywords)
+        def attach(self, collector, replay, **keywords):
+            replays.append(replay)
+            super().attach(collector, replay, **keywords)
 
     with patch.object(training, "find_device", lambda _: torch.device(NAME)), patch.object(module, "Run", Run):
         code = module.train(composed(recipe, *overrides), run_dir)

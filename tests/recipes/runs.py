@@ -14,8 +14,9 @@ import torch
 from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common import run as training
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import DONE, explained, parse_config, resumed_config, schema_of
-from recipes.common.hints import compose_config
+from recipes.common.cli import DONE, explained, parse_config, resumed_config
+from recipes.common.options import compose_config
+from recipes.common.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 def composed(name, *overrides):
     """The checked configuration of a recipe, or of another command."""
     with explained(name, overrides):
-        return parse_config(compose_config(name, overrides), schema_of(name))
+        return parse_config(compose_config(name, overrides), SCHEMAS[name])
 
 
 class Composer:
@@ -50,7 +51,7 @@ class Composer:
     def resumed(self, run_dir, *overrides):
         overrides = [f"resume={run_dir}", *overrides]
         config = resumed_config(compose_config(self.name, overrides), run_dir, overrides)
-        return parse_config(config, schema_of(self.name))
+        return parse_config(config, SCHEMAS[self.name])
 
 
 def tiny(group, **more):

@@ -47,18 +47,6 @@ def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypat
     assert FromOne.received == {1, 2}
 
 
-def test_presets_hold_the_constants_of_the_paper():
-    for env in ("cartpole", "acrobot", "lunarlander"):
-        of_env = recipe.settings(f"env={env}")
-        assert (of_env.slice_len, of_env.c, of_env.delta, of_env.average) == (20, 10.0, 1.0, 0.99)
-        assert (of_env.gamma, of_env.replay_ratio, of_env.on_policy) == (0.99, 4.0, True)
-    for env in ("halfcheetah", "walker2d", "humanoid"):
-        of_env = recipe.settings(f"env={env}")
-        assert (of_env.slice_len, of_env.c, of_env.average, of_env.num_samples) == (50, 5.0, 0.995, 5)
-        assert (of_env.sigma, of_env.gamma, of_env.buffer_size) == (0.3, 0.99, 8 * 5000)
-        assert 1e-4 <= of_env.learning_rate <= 10**-3.3
-
-
 @pytest.mark.parametrize(
     ("words", "env"),
     [

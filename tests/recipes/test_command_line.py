@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.cli import BAD_CONFIG, DONE, INTERRUPTED, compose_job, is_out_of_memory, run_recipe, schema_of
+from recipes.common.cli import BAD_CONFIG, DONE, INTERRUPTED, compose_job, is_out_of_memory, run_recipe
 from recipes.common.config import RECIPES
-from recipes.common.hints import choices_of, environments
+from recipes.common.options import choices_of, environments
 from recipes.common.run import save_config
+from recipes.common.schemas import SCHEMAS
 from recipes.experiments import cliffwalk
 from tests.recipes.runs import ROOT, command, tiny
 
@@ -107,6 +108,9 @@ MISTAKES = {
     "study study.baseline=magic": "choose uniform, per, rank, reaper",
     "study study.envs=[]": "must have at least one environment",
     "experiments.dper_analysis granularity=[bach]": "choose batch, group, transition",
+    "experiments.dper_analysis draws=1": "draws=1: must be >= 2",
+    "experiments.dper_analysis num_candidates=[]": "num_candidates=[]: must be numbers >= 1",
+    "experiments.dper_analysis +beta=1": "the configuration has no key beta; its keys are run, ",
     "dqn dqn.buffer_size=1000000000000": "dqn.buffer_size=1000000000000: needs at least 32,000 GB, and cpu has ",
     "dqn dqn.hidden_sizes=[10000000,10000000]": "not enough memory (",
     # words
@@ -138,7 +142,7 @@ def test_unknown_flags_are_refused(monkeypatch, capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_event_tables_and_separate_batches_for_the_actor_pass_the_checks(recipe):
     env = next((env for env in ("threerooms", "halfcheetah") if env in environments(recipe)), None)
-    for sampler in {"sset", "sset_per", "dper", "dper_uniform"} & {*schema_of(recipe).samplers}:
+    for sampler in {"sset", "sset_per", "dper", "dper_uniform"} & {*SCHEMAS[recipe].samplers}:
         ring = ["sampler.retention=ring"] * (recipe == "acer")
         assert compose_job(recipe, [f"env={env}", f"sampler={sampler}", *ring])[0].env.name == env
 

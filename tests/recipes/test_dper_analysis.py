@@ -107,36 +107,8 @@ def test_newest_transitions_are_the_last_to_be_written():
     for start in (0, 8):  # the second one overwrites 0 to 5
         difference = torch.arange(start, start + 8).unsqueeze(1).float().sqrt()
         replay.extend(TensorDict({"observation": torch.zeros(8, 1), "action": difference}, [8]))
-    newest = dper_analysis.of_newest(replay, policy)
+    newest = {row["granularity"]: row["squared_difference"] for row in dper_analysis.of_newest(replay, policy)}
     assert newest == pytest.approx({"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5})
-
-
-def test_ratio_of_means():
-    rng = np.random.default_rng(1)
-    numbers, references = rng.normal(3, 1, 400), rng.normal(2, 1, 400)
-    value, low, high = dper_analysis.ratio(numbers, references)
-    assert value == pytest.approx(numbers.mean() / references.mean())
-    # the delta method, 3.92 standard errors wide
-    error = np.std(numbers - value * references) / 400**0.5 / references.mean()
-    assert high - low == pytest.approx(3.92 * error, rel=0.1)
-    assert low < value < high
-    assert dper_analysis.ratio(2 * numbers, numbers) == pytest.approx((2, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("draws=1", "draws=1: must be >= 2"),
-        ("num_candidates=[]", "num_candidates=[]: must be numbers >= 1"),
-        ("granularity=[row]", "choose batch, group, transition"),
-        ("+beta=1", "the configuration has no key beta; its keys are run, "),
-        ("run=nowhere", "run=nowhere: no config.yaml there; pass the directory of a run of recipes.td3"),
-    ],
-)
-def test_bad_values_are_config_errors(run_dir, override, message):
-    with pytest.raises(ConfigError) as error:
-        composed("dper_analysis", f"run={run_dir}", override)
-    assert message in str(error.value)
 
 
 def test_runs_that_do_not_serve(tmp_path, run_dir):

@@ -1,7 +1,6 @@
 """DQN: the runs that the recipe makes, its presets, its errors and its command."""
 
 import importlib.util
-import os
 import signal
 import time
 
@@ -11,7 +10,6 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
-from recipes.common import evaluation
 from recipes.common import run as training
 from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.collector import VectorCollector
@@ -20,7 +18,6 @@ from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
 from tests.recipes.runs import (
     Composer,
-    assert_same_runs,
     command,
     rows,
     stop_after,
@@ -28,39 +25,6 @@ from tests.recipes.runs import (
 )
 
 composer = Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
-
-
-PAPER = {  # appendix D of the ReaPER paper
-    "learning_rate": (2.3e-3, 6.3e-4, 6.3e-4),
-    "total_steps": (50_000, 100_000, 100_000),
-    "buffer_size": (100_000, 50_000, 50_000),
-    "learning_starts": (1000, 1000, 1000),
-    "target_update_interval": (10, 250, 250),
-    "batch_size": (64, 128, 128),
-    "train_interval": (256, 4, 4),
-    "gradient_steps": (128, 4, 4),
-    "n_step": (1, 1, 1),
-    "exploration_fraction": (0.16, 0.12, 0.12),
-    "initial_epsilon": (1, 1, 1),
-    "final_epsilon": (0.04, 0.1, 0.1),
-    "evaluation_epsilon": (0.001, 0.001, 0.001),
-    "num_evaluations": (100, 100, 100),
-    "evaluation_episodes": (5, 5, 5),
-    "gamma": (0.99, 0.99, 0.99),
-    "max_grad_norm": (10, 10, 10),
-    "hidden_sizes": ([64, 64], [64, 64], [64, 64]),
-}
-
-
-@pytest.mark.parametrize(
-    ("column", "env", "threshold"), [(0, "cartpole", 475), (1, "acrobot", -100), (2, "lunarlander", 200)]
-)
-def test_presets_are_those_of_the_paper(column, env, threshold):
-    config = composer.composed(f"env={env}")
-    assert config.env.reward_threshold == threshold
-    extensions = {"loss_function": "smooth_l1", "tau": None, "cagrad": None}
-    expected = {key: values[column] for key, values in PAPER.items()} | extensions
-    assert {key: getattr(config.dqn, key) for key in expected} == expected
 
 
 def test_schedules():
@@ -83,28 +47,6 @@ def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys)
     assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
     assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
     assert "reached 1 at step 32" in capsys.readouterr().out
-
-
-def test_interrupted_run_resumes_where_it_was(tmp_path, monkeypatch, capsys):
-    """Ctrl-C at the first evaluation; how other runs resume is in test_resume.py."""
-    evaluate = evaluation.evaluate
-
-    def interrupt(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments, **options)
-
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    monkeypatch.setattr(evaluation, "evaluate", interrupt)
-    assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    assert capsys.readouterr().out == f"interrupted at step 32; continue with resume={run_dir}\n"
-    assert (run_dir / "learning_curve.png").is_file()
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
-    (first,) = rows(run_dir)
-    assert dqn.train(composer.resumed(run_dir), run_dir) == DONE
-    table = rows(run_dir)
-    assert table[0] == first and float(table[1]["wall_time"]) > float(first["wall_time"])
-    assert dqn.train(composer.configuration(), whole) == DONE
-    assert_same_runs(whole, run_dir)
 
 
 def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):

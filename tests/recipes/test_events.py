@@ -17,10 +17,9 @@ from recipes.common.cli import DONE
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.events import land_between_flags, land_near_middle
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
-from recipes.common.replay import make_replay
+from recipes.common.replay import land_between_flags, land_near_middle, make_replay
 from tests.recipes.runs import Composer, composed, eager_and_compiled, rows, tiny
 
 # near_initial happens within the first steps
@@ -181,45 +180,6 @@ def test_q_columns_are_those_of_the_target_network():
     error = q - world.optimal_q(0.9)[:-4]
     assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
     assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
-
-
-THRESHOLDS = {  # table 2
-    "halfcheetah": ((8, 12, 16), (0.2, 0.1, 0.1)),
-    "hopper": ((2.5, 3, 3.5), (0.2, 0.1, 0.1)),
-    "walker2d": ((4, 5, 6, 7), (0.2, 0.1, 0.05, 0.05)),
-    "humanoid": ((5, 7, 10), (0.2, 0.1, 0.1)),
-}
-
-
-@pytest.mark.parametrize("env", THRESHOLDS)
-def test_presets_are_those_of_table_2(env):
-    events = composed("sac", f"env={env}").env.events.values()
-    assert (tuple(event.above for event in events), tuple(event.eta for event in events)) == THRESHOLDS[env]
-    assert {event.history for event in events} == {200}
-
-
-SHARES = {  # table 1
-    "threerooms": {"at_gap": 0.2, "done": 0.3},
-    "obstacles": {
-        "at_spike": 0.1,
-        "at_lava": 0.0625,
-        "at_gap": 0.0625,
-        "pickup_key": 0.0625,
-        "at_door": 0.1125,
-        "done": 0.1,
-    },
-}
-
-
-@pytest.mark.parametrize("env", SHARES)
-def test_presets_are_those_of_table_1(env):
-    cfg = composed("dqn", f"env={env}", "sampler=sset_per")
-    assert {name: event.eta for name, event in cfg.env.events.items()} == SHARES[env]
-    assert {event.history for event in cfg.env.events.values()} == {200 if env == "threerooms" else 50}
-    expected = (20_000, [256], 1e-3) if env == "threerooms" else (100_000, [256, 256], 5e-4)
-    assert (cfg.dqn.buffer_size, cfg.dqn.hidden_sizes, cfg.dqn.learning_rate) == expected
-    assert (cfg.dqn.batch_size, cfg.dqn.tau, cfg.dqn.gamma, cfg.dqn.epsilon(50_000)) == (32, 0.01, 0.99, 0.3)
-    assert cfg.sampler["priority"]["alpha"] == 0.65
 
 
 def test_lunar_lander_conditions():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.csv_files import read_csv
+from recipes.common.tables import read_csv
 from recipes.experiments import cliffwalk, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 

@@ -12,13 +12,13 @@ import zipfile
 import pytest
 
 from recipes import dqn
-from recipes.common import csv_files
+from recipes.common import files
 from recipes.common import run as training
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.config import LoggerConfig
-from recipes.common.csv_files import read_csv
 from recipes.common.errors import ConfigError
 from recipes.common.progress import Progress
+from recipes.common.tables import read_csv
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", [*tiny("dqn"), "sampler=per"])
@@ -146,7 +146,7 @@ def test_rows_wait_for_room(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(csv_files.os, "fsync", full)
+        patch.setattr(files.os, "fsync", full)
         for step in (2, 3):
             record.write({"env_steps": step, "loss": 0.25})
         with pytest.raises(OSError, match="No space left"):

@@ -6,13 +6,9 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from recipes.common.networks import Convolutions, make_network
-from recipes.envs import MinAtar
-from recipes.envs.minatar_games import GAMES
+from recipes.envs.minatar_games import GAMES, MinAtar
 from tests.params import slow_but
-from tests.recipes.runs import Composer, needs, tiny
-
-PRESETS = ("minatar_breakout", "minatar_space_invaders")
-composer = Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
+from tests.recipes.runs import needs
 
 
 @needs("minatar")
@@ -50,12 +46,3 @@ def test_small_images_get_the_network_of_the_paper():
     assert network(torch.zeros(7, 4, 10, 10, dtype=torch.uint8)).shape == (7, 3)
     # larger images get that of Atari
     assert Convolutions((4, 36, 36)).num_features == 64
-
-
-@pytest.mark.parametrize("env", PRESETS)
-def test_presets_are_those_of_the_paper_but_for_the_listed_differences(env):
-    settings = composer.composed(f"env={env}").dqn
-    assert (settings.buffer_size, settings.batch_size, settings.learning_starts) == (100_000, 32, 5000)
-    assert (settings.target_update_interval, settings.gamma, settings.hidden_sizes) == (1000, 0.99, [128])
-    assert (settings.initial_epsilon, settings.final_epsilon, settings.loss_function) == (1.0, 0.1, "smooth_l1")
-    assert settings.optimizer == {"name": "adam"}

@@ -8,7 +8,7 @@ from torchrl.modules import QValueActor
 
 from recipes import dqn, sac, td3
 from recipes.common.cli import DONE
-from recipes.common.n_step import TERMINATED, NStep
+from recipes.common.collector import TERMINATED, NStep
 from tests.recipes.runs import Composer, tiny
 
 GAMMA = 0.9
@@ -100,9 +100,9 @@ def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, name, samp
     batches = []
 
     class Run(recipe.Run):
-        def __init__(self, *arguments, **keywords):
-            super().__init__(*arguments, **keywords)
-            batches.append(keywords["replay"])
+        def attach(self, collector, replay, **keywords):
+            super().attach(collector, replay, **keywords)
+            batches.append(replay)
 
     monkeypatch.setattr(recipe, "Run", Run)
     words = [f"{name}.n_step=3", f"sampler={sampler}", "num_envs=2", "+env.options={max_episode_steps: 7}"]

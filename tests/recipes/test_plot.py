@@ -4,7 +4,6 @@ import sys
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
-from scipy.stats import bootstrap
 
 from recipes import plot
 from recipes.common import figures, intervals
@@ -203,19 +202,6 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
         plot.read_run(runs[0], by=["env.color"])
     # a value of null is a group, too
     assert plot.read_run(runs[0], by=["env.reward_threshold"]).group == "reward_threshold null"
-
-
-@pytest.mark.parametrize("count", [2, 4, intervals.FEW, intervals.FEW + 1])
-def test_intervals_of_few_seeds_are_those_of_scipys_bca(monkeypatch, count):
-    monkeypatch.setattr(intervals, "RESAMPLES", 20_000)
-    values = np.random.default_rng(3).lognormal(size=(count, 2))
-    method = "BCa" if count <= intervals.FEW else "percentile"
-    low, high = intervals.bootstrap_interval(values, lambda sample: sample.mean(0))
-    rng = np.random.default_rng(0)
-    expected = bootstrap((values,), np.mean, method=method, n_resamples=20_000, axis=0, rng=rng).confidence_interval
-    width = expected.high - expected.low
-    np.testing.assert_allclose(low / width, expected.low / width, atol=0.05)
-    np.testing.assert_allclose(high / width, expected.high / width, atol=0.05)
 
 
 def test_intervals_of_equal_or_single_values_have_no_width():

@@ -11,9 +11,9 @@ from torchrl.data import Sequence
 
 from recipes import r2d2
 from recipes.common.collector import VectorCollector
-from recipes.common.recurrent import RecurrentBehaviour, RecurrentEpisodes, RecurrentNetwork
+from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
 from recipes.common.replay import end_last_episodes, make_replay
-from recipes.envs import CartPolePositions
+from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import (
     TINY_R2D2,
     Composer,
@@ -53,7 +53,7 @@ class Collected:
 
     def states(self, network):
         """The recurrent states [steps, envs, 2, units] before each step, computed step by step from each reset."""
-        result, state = [], network.begin(NUM_ENVS)
+        result, state = [], network.initial(NUM_ENVS)
         for step in self.data:
             result.append(state)
             state = network.step(step["observation"], state)
@@ -120,17 +120,17 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
 def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
     collected = Collected()
     replay = collected.replay(batch_size=1)
-    settings = composer.settings(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
+    config = composer.composed(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
     target = deepcopy(collected.network).requires_grad_(False)
     optimizer = torch.optim.Adam(collected.network.parameters(), lr=0.0)
-    update = r2d2.make_update(settings, replay, collected.network, target, optimizer, num_updates=1)
+    update = r2d2.make_update(config, replay, collected.network, target, optimizer)
     batches = []
     apply = replay.update_tensordict_priority
     monkeypatch.setattr(replay, "update_tensordict_priority", lambda batch: batches.append(batch) or apply(batch))
     for _ in range(5):
         update(None)
         batch = batches[-1]
-        values, targets = r2d2.values_and_targets(settings, collected.network, target, batch)
+        values, targets = r2d2.values_and_targets(config.r2d2, collected.network, target, batch)
         error = (targets - values).abs()[batch["validity_mask"][:, BURN_IN:]]
         wanted = 0.7 * error.max() + 0.3 * error.mean()
         torch.testing.assert_close(batch["td_error"][0], wanted.detach().expand(BURN_IN + LENGTH))
@@ -157,17 +157,6 @@ def test_the_environment_shows_positions_alone():
 
 
 # --- interruptions and errors
-
-
-def test_greedy_episodes_have_separate_memories():
-    network = RecurrentNetwork(2, 2, 8, [8], CPU)
-    together, alone = RecurrentEpisodes(network, 3), RecurrentEpisodes(network, 1)
-    observations = np.random.default_rng(0).normal(size=(5, 3, 2)).astype(np.float32)
-    for number, step in enumerate(observations):
-        together(step[1:] if number == 2 else step, [1, 2] if number == 2 else [0, 1, 2])
-        alone(step[1:2], [0])
-    torch.testing.assert_close(together.state[1], alone.state[0])
-    assert not torch.equal(together.state[0], together.state[1])
 
 
 @pytest.mark.parametrize("more", [0, 80])

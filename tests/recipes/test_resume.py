@@ -1,7 +1,6 @@
 """A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
 
 import time
-from functools import partial
 from itertools import count
 
 import pytest
@@ -119,14 +118,6 @@ COMPILED = [
     ("acer", ["env=cartpole", "sampler=per"]),
     ("acer", ["env=pendulum"]),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "words"), COMPILED[:3])
-def test_traced(tmp_path, monkeypatch, name, words):
-    """The graph is made anew; that of test_compiled, without the minute that inductor takes."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
 
 
 @pytest.mark.slow

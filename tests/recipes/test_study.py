@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes import plot, study
-from recipes.common import csv_files, report
+from recipes.common import report, tables
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
@@ -89,15 +89,8 @@ def test_studies_can_be_run_and_are_the_published_ones(name):
     for job in kinds.values():
         job_config = composed(job.recipe, f"env={job.env}", *(word for word in job.words if "hydra" not in word))
         assert config.study.least is not None or job_config.env.reward_threshold is not None
-    published = OmegaConf.load(RESULTS / name / study.STUDY)
+    published = OmegaConf.load(RESULTS / name / tables.STUDY)
     assert {"also": [], **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
-
-
-def test_seeds_come_first():
-    config = configuration("study.envs=[cartpole,acrobot]")
-    jobs = study.jobs_of(config.study, 2)
-    assert [job.seed for job in jobs] == [0] * 8 + [1] * 8
-    assert jobs[1].command == ["-m", "recipes.dqn", "env=cartpole", "compile=true", "sampler=per", "seed=0"]
 
 
 def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
@@ -105,7 +98,7 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
     assert len(processes.started) == 4
     # one is there to the end but for its row, one has just begun
-    rows = study.read_rows(tmp_path / study.RUNS)
+    rows = tables.read_rows(tmp_path / tables.RUNS)
     (tmp_path / "runs/cartpole/per/seed1").mkdir(parents=True)
     half = tmp_path / "runs/cartpole/reaper/seed1"
     processes(
@@ -119,13 +112,13 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     errors = capsys.readouterr().err
     assert "failed: python -m recipes.dqn env=cartpole compile=true sampler=rank seed=1 (see" in errors
     assert (tmp_path / "runs/cartpole/rank/seed1.log").read_text() == "no such thing\n"
-    assert study.read_rows(tmp_path / study.RUNS)[:4] == rows
-    found = {(row["variant"], row["seed"]): row for row in study.read_rows(tmp_path / study.RUNS)}
+    assert tables.read_rows(tmp_path / tables.RUNS)[:4] == rows
+    found = {(row["variant"], row["seed"]): row for row in tables.read_rows(tmp_path / tables.RUNS)}
     assert len(found) == 7
     row = found["reaper", "1"]
     assert (row["env_steps"], row["reached"], row["last"]) == ("200", "200", "480.0")
     assert (row["wall_time"], row["cpu_time"]) == ("1.2", "0.8")
-    curve = [row for row in study.read_rows(tmp_path / study.CURVES) if row["seed"] == "1"]
+    curve = [row for row in tables.read_rows(tmp_path / tables.CURVES) if row["seed"] == "1"]
     assert {row["cpu_time"] for row in curve} == {"0.8"}
     assert row["command"] == "python -m recipes.dqn env=cartpole compile=true sampler=reaper seed=1"
     assert found["uniform", "0"]["reached"] == ""
@@ -136,18 +129,18 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
 
 
 def test_rows_with_new_columns_extend_those_of_an_earlier_version(tmp_path):
-    csv_files.append_rows(tmp_path / "runs.csv", [{"seed": 0}])
-    csv_files.append_rows(tmp_path / "runs.csv", [{"seed": 1, "cpu_time": 2}])
-    found = csv_files.read_csv(tmp_path / "runs.csv")
+    tables.append_rows(tmp_path / "runs.csv", [{"seed": 0}])
+    tables.append_rows(tmp_path / "runs.csv", [{"seed": 1, "cpu_time": 2}])
+    found = tables.read_csv(tmp_path / "runs.csv")
     assert found == [{"seed": "0", "cpu_time": "nan"}, {"seed": "1", "cpu_time": "2"}]
 
 
 def test_curves_keep_further_columns(tmp_path, processes):
     words = ["study.envs=[cartpole]", "seeds=1", "+study.also=[updates,wall_time]"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
-    curve = study.read_rows(tmp_path / study.CURVES)
+    curve = tables.read_rows(tmp_path / tables.CURVES)
     assert {(row["updates"], row["wall_time"]) for row in curve} == {("7", "1.25")}
-    runs = plot.read_table(tmp_path / study.CURVES, ["return_mean", "updates"], ["variant"])
+    runs = plot.read_table(tmp_path / tables.CURVES, ["return_mean", "updates"], ["variant"])
     assert {run.group for run in runs} == {"uniform", "per", "rank", "reaper"}
     assert {value for run in runs for value in run.values["updates"]} == {7.0}
 
@@ -157,7 +150,7 @@ def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes):
     words = ["study.envs=[cartpole]", "seeds=5", "workers=1", "study.column=return_min"]
     with pytest.raises(ConfigError, match=r"progress.csv has no column return_min, only env_steps, "):
         study.run_study(configuration(*words), tmp_path)
-    assert len(processes.started) == 1 and not study.read_rows(tmp_path / study.RUNS)
+    assert len(processes.started) == 1 and not tables.read_rows(tmp_path / tables.RUNS)
     # the mended command goes on
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
 
@@ -167,13 +160,13 @@ def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
     words = ["study.envs=[cartpole]", "seeds=1", "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
-    before = [study.read_rows(tmp_path / name) for name in (study.RUNS, study.CURVES)]
-    path = tmp_path / study.RUNS
+    before = [tables.read_rows(tmp_path / name) for name in (tables.RUNS, tables.CURVES)]
+    path = tmp_path / tables.RUNS
     os.truncate(path, path.stat().st_size - lost)
     processes.started.clear()
     assert study.run_study(configuration(*words), tmp_path) == DONE
     assert len(processes.started) == 1
-    assert [study.read_rows(tmp_path / name) for name in (study.RUNS, study.CURVES)] == before
+    assert [tables.read_rows(tmp_path / name) for name in (tables.RUNS, tables.CURVES)] == before
 
 
 @pytest.mark.parametrize(
@@ -217,20 +210,20 @@ def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, proce
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "[1", "letters: a\nname: b"])
 def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
-    (tmp_path / study.STUDY).write_text(content)
+    (tmp_path / tables.STUDY).write_text(content)
     with pytest.raises(ConfigError, match="study.yaml: damaged: " if "[" in content else "holds another study"):
         study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
-    assert (tmp_path / study.STUDY).read_text() == content
+    assert (tmp_path / tables.STUDY).read_text() == content
 
 
 def test_a_study_grows(tmp_path, processes):
     """Further variants and environments; finished runs are kept."""
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
-    before = study.read_rows(tmp_path / study.RUNS)
+    before = tables.read_rows(tmp_path / tables.RUNS)
     processes.started.clear()
     words = ["study.envs=[acrobot,cartpole]", "seeds=1", "+study.variants.recency=['sampler=recency']"]
     assert study.run_study(configuration(*words, "study.baseline=recency"), tmp_path) == DONE
-    assert study.read_rows(tmp_path / study.RUNS)[: len(before)] == before
+    assert tables.read_rows(tmp_path / tables.RUNS)[: len(before)] == before
     assert len(processes.started) == 6
     found = report.read_study(tmp_path).finished()
     assert set(found) == {"acrobot", "cartpole"}
@@ -239,10 +232,10 @@ def test_a_study_grows(tmp_path, processes):
 
 def test_the_threshold_must_be_kept_up():
     steps, values = [10, 20, 30, 40, 50], [0, 5, 0, 5, 5]
-    assert [study.steps_to_reach(steps, values, 5, count) for count in (1, 2, 3)] == [20, 40, None]
+    assert [tables.steps_to_reach(steps, values, 5, count) for count in (1, 2, 3)] == [20, 40, None]
     # the run ended at its threshold
-    assert study.steps_to_reach(steps, values, 5, 3, stopped=True) == 40
-    assert study.steps_to_reach(steps, [0, 5, 5, 5, 0], 5, 4, stopped=True) is None
+    assert tables.steps_to_reach(steps, values, 5, 3, stopped=True) == 40
+    assert tables.steps_to_reach(steps, [0, 5, 5, 5, 0], 5, 4, stopped=True) is None
 
 
 # --- reports
@@ -266,8 +259,7 @@ def test_a_report(finished, monkeypatch, capsys):
     assert by_variant["ReaPER"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
     # no run reached the threshold: all its steps, as a lower bound
     assert by_variant["uniform replay"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
-    # the fixture changed the variants
-    assert "study=reaper with the settings in study.yaml; seeds 0 to 4; commit" in table
+    assert "study=reaper; seeds 0 to 4; commit" in table
     assert "mean steps of the variant divided by the mean steps of PER, over the seeds that both have" in table
     assert table.startswith((finished / report.TABLE).read_text(encoding="utf-8"))
     assert {path.suffix for path in finished.glob("figure.*")} == {".png", ".svg"}
@@ -308,7 +300,7 @@ def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, proces
     monkeypatch.setattr(study, "show", SHOW)
     words = ["study.envs=[cartpole,acrobot]", "seeds=1", "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == INTERRUPTED
-    assert len(study.read_rows(tmp_path / study.RUNS)) == 1
+    assert len(tables.read_rows(tmp_path / tables.RUNS)) == 1
     printed = capsys.readouterr().out
     assert "| CartPole | uniform replay | 0 of 1 |" in printed
     assert "repeat the command to continue" in printed.splitlines()[-1]
@@ -331,28 +323,13 @@ def test_the_figure_explains_lines_bands_and_marks(finished):
 
 
 def test_what_was_written_twice_counts_once(finished):
-    path = finished / study.CURVES
+    path = finished / tables.CURVES
     before = report.read_study(finished)
     path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[1:]) + "\n")
     after = report.read_study(finished)
     for env, variant, seed in (("cartpole", "reaper", 0), ("acrobot", "uniform", 4)):
         first, second = (each.runs[env][variant][seed] for each in (before, after))
         np.testing.assert_array_equal(first.steps, second.steps)
-
-
-def test_pairs_are_of_the_same_seed(finished):
-    found = report.read_study(finished)
-    rows = found.rows["cartpole"]
-    for seed, (theirs, ours) in enumerate([(100, 50), (200, 300), (400, 100), (100, 100)]):
-        rows["per"][seed]["reached"], rows["reaper"][seed]["reached"] = str(theirs), str(ours)
-        rows["per"][seed]["final"], rows["reaper"][seed]["final"] = str(-theirs), str(10 - theirs)
-    del rows["per"][4]
-    pairs = found.pairs("cartpole", "reaper", report.steps_of)
-    assert pairs.tolist() == [[100, 50], [200, 300], [400, 100], [100, 100]]
-    line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
-    # the means are 200 and 137.5
-    assert "| 0.69 [" in line
-    assert line.endswith("| 10.0 [10.0, 10.0] |")
 
 
 def cells_of(found, steps):
@@ -403,12 +380,6 @@ def test_numbers_from_censored_runs_are_marked(finished, steps, cells):
     assert cells_of(report.read_study(finished), steps) == cells
 
 
-def test_censored_runs_can_be_drawn(finished):
-    found = report.read_study(finished)
-    cells_of(found, ["100 100"] * 2 + ["100 600+"] * 3)
-    assert "lower bound of a median" in texts(report.draw(found))[1]
-
-
 def test_no_study_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plot", f"study={tmp_path}"])
     with pytest.raises(SystemExit) as exit_:
@@ -421,7 +392,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
 
 
 def test_published_tables_are_those_of_the_published_runs():
-    paths = sorted(RESULTS.glob(f"*/{study.RUNS}"))
+    paths = sorted(RESULTS.glob(f"*/{tables.RUNS}"))
     assert [path.parent.name for path in paths] == STUDIES
     for path in paths:
         found = report.read_study(path.parent)

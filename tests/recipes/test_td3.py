@@ -87,8 +87,8 @@ def parameters_of(loss_module):
 def test_two_cycles_are_those_of_the_paper(own_batch):
     """Twin critics, smoothed and clipped targets, delayed actor and targets; also if the actor has its own batches."""
     torch.manual_seed(0)
-    cfg = composer.settings("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
-    policy, loss_module = td3.make_loss(cfg, 3, 2, torch.device("cpu"))
+    cfg = composer.composed("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
+    policy, loss_module = td3.make_loss(cfg.td3, 3, 2, torch.device("cpu"))
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
@@ -103,7 +103,6 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
         loss_module,
         SoftUpdate(loss_module, tau=plain.tau),
         *optimizers,
-        num_updates=2,
         actor_batch=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
     )
 
@@ -124,7 +123,8 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
 
 def test_weights_are_for_the_critics_and_td_errors_are_squared():
     torch.manual_seed(0)
-    settings = composer.settings("td3.policy_delay=1")
+    config = composer.composed("td3.policy_delay=1")
+    settings = config.td3
     _, loss_module = td3.make_loss(settings, 3, 2, torch.device("cpu"))
     target = SoftUpdate(loss_module, tau=0.5)
     data = transitions(5, done=1.0)  # then the targets are the rewards
@@ -139,7 +139,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
         replay = Replay(data.clone().set("priority_weight", weight))
         settings.actor_learning_rate = settings.critic_learning_rate = 0.0
         optimizers = td3.make_optimizers(settings, loss_module)
-        losses = td3.make_update(settings, replay, loss_module, target, *optimizers, num_updates=1)(None)
+        losses = td3.make_update(config, replay, loss_module, target, *optimizers)(None)
         results.append({name: value.squeeze(0) for name, value in losses.items()})
         (sample,) = replay.returned
         assert not sample["td_error"].requires_grad
@@ -153,19 +153,6 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
         torch.testing.assert_close(whole[name], even[name])
 
 
-BOX2D, MUJOCO = ["lunarlander_continuous", "bipedalwalker"], ["halfcheetah", "hopper", "walker2d", "ant"]
-
-
-@pytest.mark.parametrize("env", BOX2D + MUJOCO)
-def test_presets_are_those_of_the_authors(env):
-    of_env = composer.settings(f"env={env}")
-    assert (of_env.batch_size, of_env.buffer_size, of_env.hidden_sizes) == (256, 1_000_000, [256, 256])
-    assert of_env.actor_learning_rate == of_env.critic_learning_rate == 3e-4
-    assert (of_env.tau, of_env.gamma, of_env.policy_delay) == (0.005, 0.99, 2)
-    assert (of_env.policy_noise, of_env.noise_clip, of_env.exploration_noise) == (0.2, 0.5, 0.1)
-    assert of_env.learning_starts == (25_000 if env in MUJOCO else 1_000)
-
-
 @pytest.mark.parametrize(("num_envs", "delay", "interval"), [(1, 2, 2), (8, 2, 8), (3, 2, 6), (1, 1, 1), (4, 3, 12)])
 def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interval):
     config = composer.composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}")
@@ -174,35 +161,14 @@ def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interv
 
 
 def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
-    cfg = composer.composed("sampler=lap")
-    torch.manual_seed(0)
-    _, loss_module = td3.make_loss(cfg.td3, 3, 1, torch.device("cpu"))
-    target = SoftUpdate(loss_module, tau=0.5)
-    replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
-    data = transitions(64, action=1, done=1.0)  # then the targets are the rewards
-    data["next", "reward"] = torch.linspace(-9, 9, 64).unsqueeze(1)
-    replay.extend(data)
-    with torch.no_grad():
-        values = []
-        for parameters in loss_module.qvalue_network_params.data.unbind(0):
-            with parameters.to_module(loss_module.qvalue_network):
-                values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
-    replay.sampler.update_priority(torch.arange(64), torch.full((64,), 0.01))  # as if all errors were small
-    batch = replay.sample()
-    assert (batch["priority_weight"] == 1).all()
-    own = Replay(batch)
-    cfg.td3.actor_learning_rate = cfg.td3.critic_learning_rate = 0.0
-    optimizers = td3.make_optimizers(cfg.td3, loss_module)
-    loss = td3.make_update(cfg.td3, own, loss_module, target, *optimizers, num_updates=1)(None)["loss_qvalue"]
-    rewards = batch["next", "reward"]
-    drawn = [value[batch["index"]] for value in values]
-    expected = sum(torch.nn.functional.smooth_l1_loss(value, rewards) for value in drawn)
-    torch.testing.assert_close(loss.squeeze(0), expected)
-    replay.update_tensordict_priority(own.returned[0])
-    largest = torch.stack([(value - data["next", "reward"]).abs().squeeze(1) for value in values]).amax(0)
-    drawn_rows = batch["index"].unique()
-    priorities = torch.ones(64, dtype=torch.float64)
-    priorities[drawn_rows] = largest[drawn_rows].double().clamp_min(1).pow(0.4)
+    """The rest is in tests/samplers/test_lap.py."""
+    config = composer.composed("sampler=lap")
+    assert config.td3.loss_function == "smooth_l1"
+    replay = make_replay(config, torch.device("cpu"), td_error="squared")
+    replay.extend(transitions(64, action=1))
+    replay.sampler.update_priority(torch.arange(64), torch.linspace(0.01, 9, 64))
+    assert (replay.sample()["priority_weight"] == 1).all()
+    priorities = torch.linspace(0.01, 9, 64, dtype=torch.float64).sqrt().clamp_min(1).pow(0.4)
     probabilities = replay.sampler.probabilities(replay.storage)
     torch.testing.assert_close(probabilities, priorities / priorities.sum(), rtol=1e-4, atol=1e-6)
 

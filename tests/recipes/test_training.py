@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.cli import DONE, schema_of
+from recipes.common.cli import DONE
 from recipes.common.config import DECOUPLED, EVENT_TABLES
-from recipes.common.hints import environments
+from recipes.common.options import environments
+from recipes.common.schemas import SCHEMAS
 from tests.recipes.runs import RECIPES, eager_and_compiled, rows
 
 PACKAGES = {
@@ -26,7 +27,7 @@ def installed(env):
 
 
 def samplers(name):
-    return [sampler for sampler in schema_of(name).samplers if sampler not in (*EVENT_TABLES, *DECOUPLED)]
+    return [sampler for sampler in SCHEMAS[name].samplers if sampler not in (*EVENT_TABLES, *DECOUPLED)]
 
 
 @pytest.mark.parametrize(("name", "sampler"), [(name, sampler) for name in RECIPES for sampler in samplers(name)])

@@ -12,10 +12,9 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import QValueActor
 
-from recipes import dqn, r2d2, sac, td3
-from recipes.common.cli import DONE
+from recipes import dqn, r2d2
 from recipes.common.recurrent import RecurrentNetwork
-from tests.recipes.runs import RECIPES, composed
+from tests.recipes.runs import composed
 
 B = 6
 WEIGHTS = torch.tensor([0.1, 1.0, 0.4, 0.7, 0.05, 0.3])
@@ -51,23 +50,13 @@ class DQN:
 
     def __init__(self, batch_weights, weights):
         torch.manual_seed(0)
-        config = composed("dqn", "dqn.max_grad_norm=null", *self.words)
+        config = composed("dqn", "dqn.max_grad_norm=null", f"weights={weights}", *self.words)
         network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss_module, target = dqn.make_loss(config.dqn, actor)
         self.optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True)
         batch = transitions(torch.arange(B) % 2).update({"table": TABLES, "priority_weight": batch_weights})
-        self.update = dqn.make_update(
-            config.dqn,
-            OneBatch(batch),
-            loss_module,
-            target,
-            self.optimizer,
-            num_updates=1,
-            num_tables=len(config.env.events) + 1,
-            cagrad=config.dqn.cagrad,
-            weights=weights,
-        )
+        self.update = dqn.make_update(config, OneBatch(batch), loss_module, target, self.optimizer, config.dqn.cagrad)
 
     def loss(self):
         torch.manual_seed(2)
@@ -91,8 +80,8 @@ class R2D2(DQN):
 
     def __init__(self, batch_weights, weights):
         torch.manual_seed(0)
-        words = "r2d2.burn_in=1", "r2d2.sequence_length=3", "r2d2.max_grad_norm=null"
-        settings = composed("r2d2", *words).r2d2
+        words = "r2d2.burn_in=1", "r2d2.sequence_length=3", "r2d2.max_grad_norm=null", f"weights={weights}"
+        config = composed("r2d2", *words)
         network = RecurrentNetwork(3, 2, 8, [8], CPU)
         target = deepcopy(network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
@@ -101,9 +90,7 @@ class R2D2(DQN):
         batch["recurrent_state"] = torch.zeros(2, 4, 2, 8)
         # the weights of burn-in have no effect
         batch["priority_weight"] = torch.cat([torch.full((2, 1), 9.0), batch_weights.reshape(2, 3)], 1)
-        self.update = r2d2.make_update(
-            settings, OneBatch(batch), network, target, self.optimizer, num_updates=1, weights=weights
-        )
+        self.update = r2d2.make_update(config, OneBatch(batch), network, target, self.optimizer)
 
 
 @pytest.mark.parametrize("recipe", [DQN, CAGrad, R2D2])
@@ -119,12 +106,3 @@ def test_losses_average_their_rows_as_weights_says(recipe):
         whole = recipe(WEIGHTS, weights)
         torch.testing.assert_close(whole.loss(), (WEIGHTS * losses).sum() / divisor)
         torch.testing.assert_close(whole.gradient(), WEIGHTS @ gradients / divisor, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("recipe", [dqn, td3, sac, r2d2])
-def test_runs_use_the_configured_average(tmp_path, monkeypatch, recipe):
-    given, make_update = [], recipe.make_update
-    monkeypatch.setattr(recipe, "make_update", lambda *a, **kw: given.append(kw["weights"]) or make_update(*a, **kw))
-    train, composer = RECIPES[recipe.__name__.split(".")[-1]]
-    assert train(composer.configuration("weights=mean"), tmp_path) == DONE
-    assert given == ["mean"]

@@ -1,0 +1,196 @@
+"""Composes the options of a recipe; explains them (--help), and mistakes in them with similar names.
+
+An option in a YAML file is explained by its comment there. Options that the files do not list have their defaults in a
+dataclass or in a sampler of the library, and are explained by its docstring.
+"""
+
+import ast
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+
+from recipes.common.atari_presets import GAMES, AtariConfig
+from recipes.common.checked import flow
+from recipes.common.config import RECIPES, EventConfig
+from recipes.common.errors import closest, did_you_mean
+from recipes.common.files import CONF
+
+Row = tuple[str, str]  # an option with its default (`key=value`), and its explanation
+COLUMN = 38
+
+
+def compose_config(recipe: str, words: Sequence[str], *, hydra: bool = False) -> DictConfig:
+    """The recipe's configuration for the words of a command line, such as `key=value`.
+
+    `hydra`: include Hydra's own options, such as the run directory. Default: False.
+
+    Raises:
+        HydraException: if Hydra cannot read or compose it. OmegaConf's errors likewise.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose(recipe.split(".")[-1], overrides=list(words), return_hydra_config=hydra)
+
+
+def choices_of(group: str) -> list[str]:
+    """The choices of a configuration group: its files in recipes/conf, and the Atari games."""
+    games = [f"atari/{game}" for game in GAMES] if group == "env" else []
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml")) + games
+
+
+def environments(recipe: str) -> list[str]:
+    """The environments for which a recipe has settings; "atari" stands for all games."""
+    return [name for name in choices_of(RECIPES[recipe]) if name in (*choices_of("env"), "atari")]
+
+
+def explain(error: Exception, recipe: str, words: Sequence[str]) -> str:
+    """Explain in one line why the command line of a recipe is refused.
+
+    Args:
+        error: the error of Hydra or OmegaConf.
+        recipe: name of the recipe.
+        words: the words of the command line.
+    """
+    internals = r"\n\s*(?:Config search path|object_type=|reference_type=|See http)"
+    text = " ".join(re.split(internals, str(error))[0].split())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {text}; write key=value, with special characters quoted: 'key={{name: [value]}}'"
+    if found := re.search(r"Could not find '([^/]+)/([^']+)'", text):
+        return _no_such_choice(found[1], found[2], recipe)
+    if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
+        return _no_such_key(found[1], recipe, words)
+    return text
+
+
+def _no_such_choice(group: str, name: str, recipe: str) -> str:
+    family, names = name.split("/")[0], choices_of(group)
+    fitting = [f"recipes.{key}" for key, settings in RECIPES.items() if family in choices_of(settings)]
+    if group == RECIPES.get(recipe) and family in (*choices_of("env"), "atari"):
+        other = f"those of another environment, as in {group}={names[0]} env={name}"
+        ways = " or ".join(fitting) or "another recipe"
+        return f"env={name}: recipes.{recipe} has no settings for it; use {ways}, or {other}"
+    hint = did_you_mean(name, names) or f"; choose {', '.join(each for each in names if '/' not in each)}"
+    return f"{group}={name}: there is no such choice{hint}"
+
+
+def _no_such_key(key: str, recipe: str, words: Sequence[str]) -> str:
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    config = compose_config(recipe, [word for word in words if word.partition("=")[0] in groups])
+    names = {name: name.rpartition(".")[2] for name in _names(OmegaConf.to_container(config))}
+    similar = closest(key.rpartition(".")[2], names.values())
+    found = [name for name, last in names.items() if last in similar] or closest(key, names)
+    hint = f"; did you mean {' or '.join(found[:3])}?" if found else "."
+    return f"{key}: there is no such option{hint} Options that no file lists are set with a +, as --help shows"
+
+
+def _names(node: Any, path: str = "") -> Iterator[str]:
+    """The full names of all groups and values of nested dicts."""
+    for key, value in node.items():
+        yield f"{path}{key}"
+        if isinstance(value, dict):
+            yield from _names(value, f"{path}{key}.")
+
+
+def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
+    """The text that --help prints.
+
+    Args:
+        recipe: name of the recipe.
+        schema: the class of its configuration.
+        words: the other words of the command line: choices of groups to describe (env=..., sampler=...), or "atari"
+            to list the games and their options.
+    """
+    if "atari" in words:
+        games = _wrapped("env=atari/<game>, where <game> is one of: " + ", ".join(GAMES), 2)
+        return "\n".join([games, *_table(_arguments(AtariConfig, "env.atari."))])
+    name = recipe.split(".")[-1]
+    config = compose_config(recipe, words, hydra=True)
+    chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
+    parts = [_docstring(recipe), "Groups of options, with their default choices; --help env=<choice> shows another:"]
+    for group, choice in chosen.items():
+        if group != RECIPES.get(recipe):
+            names = environments(recipe) if group == "env" else choices_of(group)
+            allowed = schema.samplers if group == "sampler" else names
+            parts.append(_wrapped(f"  {group}={choice}: " + ", ".join(each for each in names if each in allowed), 4))
+    parts.append("Options with their defaults; write the +, too, where there is one:")
+    comments = _comments(CONF / "run.yaml") | _comments(CONF / f"{name}.yaml")
+    own = {key: value for key, value in config.items() if key not in (*chosen, "hydra")}
+    parts += _table(_listed("", own, comments))
+    for group, choice in chosen.items():
+        parts.append(f"\n{group}={choice}:")
+        parts += _table(_rows(group, choice, config[group], get_type_hints(schema).get(group)))
+    parts += _table([("hydra.run.dir=<directory>", "directory of the run"), ("-m seed=1,2,3", "all combinations")])
+    return "\n".join(parts)
+
+
+def _rows(group: str, choice: str, node: Any, type_: Any) -> Iterator[Row]:
+    """The options of a group: those in its file, then those that only its class has."""
+    yield from _listed(f"{group}.", node, _texts(type_) | _comments(CONF / group / f"{choice}.yaml"))
+    if is_dataclass(type_):
+        yield from _arguments(type_, f"+{group}.", node)
+    if group == "env":
+        yield from _arguments(EventConfig, "+env.events.<name>.")
+    if group == "sampler":
+        from recipes.common.replay import SAMPLERS  # imported late: it imports torch
+
+        yield from _arguments(SAMPLERS[node.name], "+sampler.", (*node, "capacity", "td_error", "num_streams"))
+
+
+def _listed(prefix: str, node: Mapping[Any, Any], texts: Mapping[str, str]) -> Iterator[Row]:
+    for key, value in node.items():
+        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        yield f"{prefix}{key}={flow(plain)}", texts.get(key, "")
+
+
+def _arguments(type_: Any, prefix: str, others: Iterable[str] = ()) -> Iterator[Row]:
+    """The documented arguments of a class that have defaults, except `others`."""
+    texts = _texts(type_)
+    for name, parameter in inspect.signature(type_).parameters.items():
+        value, simple = parameter.default, isinstance(parameter.default, str | int | float | None)
+        if name in texts and name not in others and value is not parameter.empty and (simple or is_dataclass(type_)):
+            yield f"{prefix}{name}={flow(value) if simple else '...'}", texts[name]
+
+
+def _texts(type_: Any) -> dict[str, str]:
+    """The explanations in the `Args:` section of a class, by name, each in one line."""
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", inspect.getdoc(type_) or "", re.MULTILINE)
+    found = re.findall(r"^    (\w+): ((?:.*\n?)(?:^     +.*\n?)*)", section[1] if section else "", re.MULTILINE)
+    return {name: re.sub(r":\w+:`~?|`|\\", "", " ".join(text.split())) for name, text in found}
+
+
+def _comments(path: Path) -> dict[str, str]:
+    """The comments of the keys of a YAML file, and of the file whose settings it takes over (`defaults: [name]`)."""
+    text = path.read_text() if path.is_file() else ""
+    parent = re.search(r"^defaults:(?: \[|\n  - )(\w+)\b(?!:)", text, re.MULTILINE)
+    before = _comments(path.with_stem(parent[1])) if parent and parent[1] != path.stem else {}
+    return before | dict(re.findall(r"^(\w+):.*? # (.*)$", text, re.MULTILINE))
+
+
+def _docstring(recipe: str) -> str:
+    """The docstring of the recipe's module. Parsing instead of importing avoids the import of torch."""
+    return ast.get_docstring(ast.parse((CONF.parent / f"{recipe.replace('.', '/')}.py").read_text())) or ""
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    """Options and explanations in two columns; the explanation of a long option begins in the next line."""
+    lines = []
+    for option, text in rows:
+        fits = len(option) < COLUMN - 4
+        lines += [] if fits else [f"  {option}"]
+        lines.append(_wrapped(f"  {option if fits else '':<{COLUMN - 4}}  {text}", COLUMN))
+    return lines
+
+
+def _wrapped(text: str, indent: int) -> str:
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -1,0 +1,457 @@
+"""The hyperparameters and the options of each recipe and of other commands, with their checks.
+
+This module does not import torch, so mistakes are reported at once.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from recipes.common.checked import Checked, one_of, within
+from recipes.common.config import (
+    DECOUPLED,
+    EVENT_TABLES,
+    PLAIN,
+    RECIPES,
+    FixedRoundsConfig,
+    FixedRoundsRunConfig,
+    LearningConfig,
+    RunConfig,
+    ends,
+)
+from recipes.common.errors import did_you_mean
+from recipes.common.files import CHECKPOINT, CONFIG
+
+WITH_LAP = (*FixedRoundsRunConfig.samplers, "lap")
+MOST_GRADIENTS = 12  # that CAGrad combines; the cost doubles with each
+
+# θ of the exploration noise; 0.15 is from the DDPG paper (Lillicrap et al. 2016).
+THETA = {"gaussian": 1.0, "ou": 0.15}
+
+# Estimates of the return: those with a critic Q, and the one without, for continuous actions only.
+WITH_Q = ("retrace", "importance_sampling")
+RETURNS = (*WITH_Q, "truncated_importance_sampling")
+
+
+@dataclass
+class EpsilonGreedyConfig(FixedRoundsConfig):
+    """Hyperparameters of Q-learning with epsilon-greedy behaviour. One step is one step of one environment.
+
+    Args:
+        learning_rate: learning rate of the optimizer, > 0.
+        loss_function: "l2", the squared TD error, or "smooth_l1".
+        tau: share of the online network that is blended into the target network at each update, in (0, 0.5].
+        exploration_fraction: fraction of total_steps over which epsilon falls linearly, in [0, 1].
+        initial_epsilon: epsilon at the start of the linear schedule, in [0, 1].
+        final_epsilon: epsilon after the schedule, in [0, initial_epsilon].
+        evaluation_epsilon: probability of a random action in evaluations, in [0, 1].
+        max_grad_norm: gradients of a larger norm are scaled down to this norm; None: no clipping.
+        optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
+    """
+
+    learning_rate: float = within("> 0")
+    loss_function: str = one_of("smooth_l1", "l2")
+    tau: float | None = within("(0, 0.5]")
+    exploration_fraction: float = within("[0, 1]")
+    initial_epsilon: float = within("[0, 1]")
+    final_epsilon: float = within("[0, 1]")
+    evaluation_epsilon: float = within("[0, 1]")
+    max_grad_norm: float | None = within("> 0")
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        falls = self.final_epsilon <= self.initial_epsilon
+        self.require("final_epsilon", falls, f"must be <= {self.prefix}initial_epsilon")
+
+    def epsilon(self, step: int) -> float:
+        """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
+        if step < self.learning_starts:
+            return 1.0
+        duration = self.exploration_fraction * self.total_steps
+        done = min(step / duration, 1.0) if duration else 1.0
+        return self.initial_epsilon + done * (self.final_epsilon - self.initial_epsilon)
+
+
+@dataclass
+class DQNConfig(EpsilonGreedyConfig):
+    """Hyperparameters of DQN, in addition to those of EpsilonGreedyConfig.
+
+    Fields without a default are set in conf/dqn/<env>.yaml.
+
+    Args:
+        target_update_interval: steps between two copies to the target network; None: use tau. Exactly one of the two
+            must be None.
+        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1), or {start, end}: linear over
+            all updates of the run; None: gradient of the whole batch.
+        log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
+            False.
+        optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
+    """
+
+    prefix = "dqn."
+
+    target_update_interval: int | None = within("> 0")
+    cagrad: Any = MISSING
+    log_q_mean: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cagrad is not None:
+            self.require("cagrad", all(0 <= end < 1 for end in ends("dqn.cagrad", self.cagrad)), "must be in [0, 1)")
+        interval = self.target_update_interval
+        one = f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null"
+        self.require("tau", (self.tau is None) != (interval is None), one)
+
+    def cagrad_after(self, updates: int) -> float:
+        """The c of CAGrad after so many updates of the run."""
+        start, end = ends("dqn.cagrad", self.cagrad)
+        return start + min(updates / self.num_updates(), 1.0) * (end - start)
+
+    def copies_due(self, step: int, count: int) -> bool:
+        """Whether the last `count` of `step` steps include one at which the target network must be copied."""
+        interval = self.target_update_interval
+        return interval is not None and step // interval > (step - count) // interval
+
+
+@dataclass
+class DQNRun(FixedRoundsRunConfig):
+    """The configuration in conf/dqn.yaml."""
+
+    group = "dqn"
+    samplers = WITH_LAP
+
+    dqn: DQNConfig = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dqn.cagrad is not None:
+            self.dqn.require("cagrad", self.sampler["name"] in EVENT_TABLES, "needs sampler=sset or sset_per")
+            few = len(self.env.events) < MOST_GRADIENTS
+            self.dqn.require("cagrad", few, f"supports at most {MOST_GRADIENTS - 1} events")
+
+
+@dataclass
+class SACConfig(FixedRoundsConfig):
+    """Hyperparameters of SAC. One step is one step of one environment.
+
+    Args:
+        actor_learning_rate: Adam's learning rate for the actor, > 0.
+        critic_learning_rate: Adam's learning rate for the critics, > 0.
+        alpha_learning_rate: Adam's learning rate for alpha, > 0.
+        initial_alpha: initial weight of the entropy, > 0.
+        target_entropy: entropy of the policy that alpha is tuned for, in nats.
+        tau: share of the critics that is blended into their targets at each update, in (0, 0.5].
+    """
+
+    prefix = "sac."
+
+    actor_learning_rate: float = within("> 0")
+    critic_learning_rate: float = within("> 0")
+    alpha_learning_rate: float = within("> 0")
+    initial_alpha: float = within("> 0")
+    target_entropy: float = MISSING
+    tau: float = within("(0, 0.5]")
+
+
+@dataclass
+class SACRun(FixedRoundsRunConfig):
+    """The configuration in conf/sac.yaml."""
+
+    group = "sac"
+    samplers = (*FixedRoundsRunConfig.samplers, *DECOUPLED)
+
+    sac: SACConfig = MISSING
+
+
+@dataclass
+class TD3Config(FixedRoundsConfig):
+    """Hyperparameters of TD3. One step is one step of one environment. Actions are in [-1, 1].
+
+    Args:
+        actor_learning_rate: Adam's learning rate for the actor, > 0.
+        critic_learning_rate: Adam's learning rate for the critics, > 0.
+        tau: share of actor and critics that is blended into their targets at each actor update, in (0, 0.5].
+        policy_delay: critic updates per update of the actor and the targets, >= 1.
+        policy_noise: standard deviation of the noise added to the target policy's actions, >= 0.
+        noise_clip: largest absolute value of that noise, >= 0.
+        noise: exploration noise: "gaussian", or "ou", an Ornstein-Uhlenbeck process.
+        exploration_noise: standard deviation of the exploration noise, >= 0.
+        loss_function: loss of the critics, "l2" or "smooth_l1" (Huber). Default: "l2".
+    """
+
+    prefix = "td3."
+
+    actor_learning_rate: float = within("> 0")
+    critic_learning_rate: float = within("> 0")
+    tau: float = within("(0, 0.5]")
+    policy_delay: int = within("> 0")
+    policy_noise: float = within(">= 0")
+    noise_clip: float = within(">= 0")
+    noise: str = one_of(*THETA)
+    exploration_noise: float = within(">= 0")
+    loss_function: str = one_of("l2", "smooth_l1", default="l2")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = self.gradient_steps % self.policy_delay == 0
+        self.require("gradient_steps", whole, f"must be a multiple of td3.policy_delay={self.policy_delay}")
+
+
+@dataclass
+class TD3Run(FixedRoundsRunConfig):
+    """The configuration in conf/td3.yaml."""
+
+    group = "td3"
+    samplers = (*FixedRoundsRunConfig.samplers, "lap", *DECOUPLED)
+
+    td3: TD3Config = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        delay = self.td3.policy_delay
+        whole = self.updates_per_graph % delay == 0
+        self.require("updates_per_graph", whole, f"must be a multiple of td3.policy_delay={delay}")
+
+
+@dataclass
+class ACERConfig(LearningConfig):
+    """Hyperparameters of ACER (Wang et al. 2017). Continuous actions are in [-1, 1].
+
+    One step is one step of one environment. Fields without a default are set in conf/acer/<env>.yaml.
+
+    Args:
+        slice_len: k, steps per trajectory slice; > 0.
+        learning_rate: learning rate of the optimizer, > 0.
+        on_policy: whether each round starts with an update on the newest steps.
+        replay_ratio: mean number of replayed updates per round, >= 0.
+        lmbda: λ of Retrace, in [0, 1].
+        c: truncation of the importance weights in the policy gradient, >= 0. With truncated importance sampling, the
+            truncation of their product.
+        trust_region: whether updates of the policy are limited by a trust region.
+        delta: δ, bound of the trust region, >= 0.
+        average: share of itself that the average policy keeps at each update, in [0, 1).
+        returns: "retrace", "importance_sampling" or, for continuous actions, "truncated_importance_sampling".
+        entropy_coeff: weight of the entropy in the loss, >= 0.
+        critic_coeff: weight of the squared error of Q in the loss, >= 0.
+        max_grad_norm: gradients of a larger norm are scaled down to this norm; > 0.
+        reward_scale: factor for rewards in the losses, > 0.
+        normalize_observations: whether observations are normalized by their running mean and standard deviation.
+        statistics: statistics of the policy that the trust region uses, for discrete actions: "probs" (default),
+            "logits" or "log_probs".
+        shared_layers: whether policy and values share their hidden layers. Default: False.
+        sigma: standard deviation of the policy, > 0. This and the following fields except `optimizer` apply to
+            continuous actions only. Default: 0.3.
+        num_samples: n, actions sampled per state for the dueling network. Default: 5.
+        value_coeff: weight of the squared error of V in the loss. Default: 0.5.
+        use_q_opc: whether the actor learns from Q(λ) with off-policy corrections instead of Retrace. Default: True.
+        dueling: whether Q and V come from a stochastic dueling network instead of two networks. Truncated importance
+            sampling has no Q, so it ignores this. Default: True.
+        optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
+    """
+
+    prefix = "acer."
+
+    slice_len: int = within("> 0")
+    learning_rate: float = within("> 0")
+    on_policy: bool = MISSING
+    replay_ratio: float = within(">= 0")
+    lmbda: float = MISSING
+    c: float = MISSING
+    trust_region: bool = MISSING
+    delta: float = MISSING
+    average: float = within("[0, 1)")
+    returns: str = one_of(*RETURNS)
+    entropy_coeff: float = MISSING
+    critic_coeff: float = MISSING
+    max_grad_norm: float = within("> 0")
+    reward_scale: float = within("> 0")
+    normalize_observations: bool = MISSING
+    statistics: str = one_of("probs", "logits", "log_probs", default="probs")
+    shared_layers: bool = False
+    sigma: float = within("> 0", default=0.3)
+    num_samples: int = 5
+    value_coeff: float = 0.5
+    use_q_opc: bool = True
+    dueling: bool = True
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = self.batch_size % self.slice_len == 0
+        self.require("batch_size", whole, f"must be a multiple of acer.slice_len={self.slice_len}")
+        self.require("hidden_sizes", len(self.hidden_sizes) > 0, "must hold at least one layer")
+        updates = self.replay_ratio > 0 or self.on_policy
+        self.require("replay_ratio", updates, "makes no updates with acer.on_policy=false")
+
+    def num_updates(self) -> int:
+        """Expected number of gradient updates in a whole run."""
+        return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
+
+
+@dataclass
+class ACERRun(RunConfig):
+    """The configuration in conf/acer.yaml."""
+
+    group = "acer"
+    acer: ACERConfig = MISSING
+
+    def __post_init__(self) -> None:
+        # before that of num_envs, which would advise another interval
+        steps, interval = self.num_envs * self.acer.slice_len, self.acer.train_interval
+        self.acer.require("train_interval", interval == steps, f"must be num_envs · acer.slice_len = {steps}")
+        super().__post_init__()
+        if self.sampler["name"] in EVENT_TABLES and self.sampler.get("retention", "pinned") == "pinned":
+            raise ValueError("sampler.retention=pinned: in slices, transitions must stay in their order; use ring")
+
+
+@dataclass
+class R2D2Config(EpsilonGreedyConfig):
+    """Hyperparameters of recurrent DQN, in addition to those of EpsilonGreedyConfig.
+
+    Fields without a default are set in conf/r2d2/<env>.yaml.
+
+    Args:
+        burn_in: steps before the first step of a window that only update the recurrent state, >= 0.
+        sequence_length: steps of a window to learn from, >= 1.
+        target_steps: steps whose rewards a target sums up, >= 1; fewer at the end of a window.
+        units: units of the LSTM, >= 1.
+        eta: weight of the largest TD error of a window in its priority, in [0, 1]; the mean has the weight 1 - eta.
+        optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
+    """
+
+    prefix = "r2d2."
+
+    burn_in: int = within(">= 0")
+    sequence_length: int = within("> 0")
+    target_steps: int = within("> 0")
+    units: int = within("> 0")
+    eta: float = within("[0, 1]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("n_step", self.n_step == 1, "must be 1; use r2d2.target_steps, which apply inside windows")
+        self.require("tau", self.tau is not None, "must be in (0, 0.5]")
+
+
+@dataclass
+class R2D2Run(FixedRoundsRunConfig):
+    """The configuration in conf/r2d2.yaml."""
+
+    group = "r2d2"
+    samplers = PLAIN  # event tables need a flat buffer
+
+    r2d2: R2D2Config = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_divides("num_envs", "buffer_size")
+
+
+@dataclass
+class DistributedRun(RunConfig):
+    """The configuration in conf/distributed.yaml."""
+
+    group = "dqn"
+    samplers = WITH_LAP
+
+    dqn: DQNConfig = MISSING
+    address: str | None = MISSING
+    num_collectors: int = within(">= 1")
+    num_shards: int = within(">= 1")
+    prefetch: int = within("[0, 16]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_divides("num_shards", "buffer_size")
+        way = "recipes.distributed does not support it; use recipes.dqn"
+        self.require("compile", not self.compile, way)
+        self.env.require("name", self.env.atari is None, way)
+        self.dqn.require("n_step", self.dqn.n_step == 1, way)
+        self.dqn.require("cagrad", self.dqn.cagrad is None, way)
+
+
+@dataclass
+class StudyConfig(Checked):
+    """A study, see conf/study/*.yaml.
+
+    Args:
+        name: name of the study.
+        recipe: name of the recipe to run.
+        envs: environments (env=...).
+        variants: variants by name, with the words of their command lines.
+        fixed: words of every command line. Default: [].
+        seeds: number of runs of each variant in each environment, >= 1.
+        first_seed: seed of the first run, >= 0; the next runs use the next integers. Default: 0.
+        baseline: variant that the others are compared with, seed by seed.
+        column: column of progress.csv that runs are judged by. Default: "return_mean".
+        also: further columns of progress.csv that curves.csv keeps. Default: [].
+        least: value of the column to reach. Default: None, env.reward_threshold.
+        in_a_row: number of consecutive evaluations that must reach `least`, >= 1; the first of them counts. Default: 1.
+        claims: results in the paper, by environment and variant. Default: {}.
+    """
+
+    prefix = "study."
+
+    name: str = MISSING
+    recipe: str = one_of(*RECIPES)
+    envs: list[str] = MISSING
+    variants: dict[str, list[str]] = MISSING
+    fixed: list[str] = field(default_factory=list)
+    seeds: int = within(">= 1")
+    first_seed: int = within(">= 0", default=0)
+    baseline: str = MISSING
+    column: str = "return_mean"
+    also: list[str] = field(default_factory=list)
+    least: float | None = None
+    in_a_row: int = within(">= 1", default=1)
+    claims: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("envs", bool(self.envs), "must have at least one environment")
+        hint = did_you_mean(self.baseline, self.variants)
+        self.require("baseline", self.baseline in self.variants, f"choose {', '.join(self.variants)}{hint}")
+
+
+@dataclass
+class StudyRun(Checked):
+    """The configuration in conf/study.yaml."""
+
+    study: StudyConfig = MISSING
+    seeds: int | None = within(">= 1", default=None)
+    workers: int | None = within(">= 1", default=None)
+    out: str = MISSING
+
+
+@dataclass
+class AnalysisRun(Checked):
+    """The configuration in conf/dper_analysis.yaml."""
+
+    run: str | None = None
+    read: str | None = None
+    num_candidates: list[int] = MISSING
+    granularity: list[str] = MISSING
+    draws: int = within(">= 2")
+    seed: int = within(">= 0")
+    num_threads: int = within(">= 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("num_candidates", min(self.num_candidates, default=0) > 0, "must be numbers >= 1")
+        known = {"batch", "group", "transition"}
+        valid = bool(self.granularity) and {*self.granularity} <= known
+        self.require("granularity", valid, f"choose {', '.join(sorted(known))}")
+        if self.read is not None:
+            self.require("read", Path(self.read).is_file(), "no such file")
+            return
+        for name in (CONFIG, CHECKPOINT):
+            there = self.run is not None and Path(self.run, name).is_file()
+            self.require("run", there, f"no {name} there; pass the directory of a run of recipes.td3")
+
+
+# the class of the options of each command
+SCHEMAS: dict[str, Any] = dict(dqn=DQNRun, sac=SACRun, td3=TD3Run, acer=ACERRun, r2d2=R2D2Run)
+SCHEMAS |= dict(distributed=DistributedRun, study=StudyRun, dper_analysis=AnalysisRun)

@@ -1,1 +1,0 @@
-"""Configuration classes of the recipes. They do not import torch, so mistakes are reported at once."""
