@@ -259,9 +259,10 @@ def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler)
     assert buffer.sampler.stats()["interrupted"] == 1
 
 
-def test_batches_from_before_empty_change_nothing():
+@pytest.mark.parametrize("compilable", [False, True])
+def test_batches_from_before_empty_change_nothing(compilable):
     sampler = ProportionalSampler(10, td_error="absolute")
-    buffer = buffer_with(sampler, 10, batch_size=4, prefetch=2)
+    buffer = buffer_with(sampler, 10, compilable=compilable, batch_size=4, prefetch=2)
     buffer.extend(rows(10))
     batch = buffer.sample()
     buffer.empty()

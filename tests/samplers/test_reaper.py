@@ -61,13 +61,6 @@ def test_finished_and_ongoing_episodes_by_hand():
     assert_psi(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
 
 
-def test_exponents_and_squared_td_errors_by_hand():
-    buffer = buffer_of(4, alpha=0.5, omega=0.5, eps=1.0, td_error="squared")
-    buffer.extend(transitions(episode(0, 2)))
-    buffer.update_priority(torch.arange(2), torch.tensor([4.0, 25.0]))  # d = 3, 6; R = 1/3, 1
-    assert_psi(buffer, [(1 / 3) ** 0.5 * 3**0.5, 6**0.5])
-
-
 def test_an_overwritten_head_leaves_the_sums():
     buffer = buffer_of(4, **plain())
     buffer.extend(transitions(episode(0, 3)))
@@ -283,26 +276,6 @@ def test_draws_are_exact_however_many_proposals_are_rejected(omega, length, zero
     number = torch.where(rare, 0, 1 + (~rare).cumsum(0) - 1)
     expected = torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add_(0, number, p)
     assert p_value(number[index], expected) > 1e-4
-
-
-# --- importance weights
-
-
-@pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights(weight_norm, beta):
-    replay = ReplayWithReference(
-        "reaper", layout="uneven", capacity=24, num_envs=3, omega=0.6, beta=beta, weight_norm=weight_norm, seed=5
-    )
-    for _ in range(20):
-        replay.random_operation()
-        batch = replay.sample(9)
-        weight = batch["priority_weight"]
-        assert weight.dtype == torch.float32 and weight.shape == (9,)
-        expected = torch.tensor(replay.reference.weights(replay.slots(batch["index"])), dtype=torch.float32)
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-7)
-        assert beta or (weight == 1).all()
-        replay.update(batch)
 
 
 # --- alpha, omega and beta
