@@ -1,5 +1,6 @@
 """How often the host waits for an accelerator, which is emulated, and what happens there to invalid input."""
 
+from functools import cache
 from statistics import median
 
 import pytest
@@ -39,10 +40,15 @@ SAMPLERS = {
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
 
 
+@pytest.fixture(scope="module")
+def emulated():
+    return EmulatedDevice("torchrl_replay_ext")
+
+
 @pytest.fixture
-def device():
-    with EmulatedDevice("torchrl_replay_ext") as device:
-        yield device
+def device(emulated):
+    with emulated:
+        yield emulated
 
 
 def on_device(count, first=0, ndim=1):
@@ -69,6 +75,12 @@ def filled(make, ndim=1, **parts):
     return buffer
 
 
+@cache
+def waits_of_torchrl(device, ndim):
+    """Those of TorchRL's uniform buffer."""
+    return waits(device, filled(stock, ndim, sampler=RandomSampler()))
+
+
 def waits(device, buffer):
     """Median numbers of waits in a write, and in a sample with its priority update."""
     writes, cycles = [], []
@@ -92,7 +104,7 @@ def waits(device, buffer):
 def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, ndim, device):
     """Beyond the waits of TorchRL's uniform buffer."""
     write, cycle = waits(device, filled(make, ndim, **SAMPLERS[name]()))
-    uniform = waits(device, filled(stock, ndim, sampler=RandomSampler()))
+    uniform = waits_of_torchrl(device, ndim)
     assert write <= uniform[0] + 2
     assert cycle <= uniform[1] + 1
 

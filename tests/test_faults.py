@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data import buffer_with, event_sampler
 from tests.operations import CASES, Driven
+from tests.params import slow_but
 from torchrl_replay_ext import (
     EventTableSampler,
     ProportionalSampler,
@@ -279,7 +280,7 @@ def test_a_write_after_one_that_broke_off(name, compilable, kept):
     go_on(buffer)
 
 
-@pytest.mark.parametrize("name", ["proportional", "tables, reaper"])
+@pytest.mark.parametrize("name", slow_but(["tables, reaper"], ["proportional", "tables, reaper"]))
 def test_a_process_that_is_killed_as_it_writes(name):
     buffer = filled(name)
     buffer.share()

@@ -288,7 +288,7 @@ def test_all_implementations_of_rows_do_the_same(run, kind):
     torch.manual_seed(0)
     rows, outcomes, batches = RowState(run), set(), []
     rows.record(torch.arange(SLOTS - 3), True)
-    for number in range(30 if INTERPRETED else 300):
+    for number in range(30 if INTERPRETED else 150):
         slots = torch.randint(SLOTS, (8,))
         density = torch.randint(0, 9, (8,)).to(kind) + (number % 3 > 0)
         smallest = None if number % 2 else 1
@@ -915,7 +915,7 @@ def test_all_implementations_store_the_same_frames(run, depth, shape, monkeypatc
     pool = FramePool(20, 20, num_stacked=depth, shape=shape, num_streams=4)
     other, streams = copy.deepcopy(pool), StackedStreams(5, depth=depth, lost=0.1, still=0.3, shape=shape)
     written, outcomes = {}, set()
-    for number in range(10 if INTERPRETED else 80):
+    for number in range(10 if INTERPRETED else 40):
         monkeypatch.setattr("torchrl_replay_ext.core.frame_pool.is_traced", lambda number=number: number % 3 == 2)
         data, lost = streams.chunk("any", 1 + number % 9), int(pool.counts[0])
         before, after = data["observation"], data["next", "observation"]

@@ -203,7 +203,7 @@ class PagedTreeAgainstList(TreeAgainstList):
 TestTree = TreeAgainstList.TestCase
 TestPagedTree = PagedTreeAgainstList.TestCase
 TestTree.settings = TestPagedTree.settings = settings(
-    max_examples=80, stateful_step_count=25, deadline=None, derandomize=True
+    max_examples=50, stateful_step_count=20, deadline=None, derandomize=True
 )
 
 

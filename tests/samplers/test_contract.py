@@ -4,7 +4,7 @@ import copy
 import pickle
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -296,8 +296,8 @@ def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):
 every_sampler = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.frames])
 
 
-def driven(name, seed=1, operations=60):
-    """A buffer after some random operations, not empty."""
+@cache
+def first_driven(name, seed, operations):
     torch.manual_seed(seed)
     result = Driven(name, seed)
     for _ in range(operations):
@@ -305,6 +305,12 @@ def driven(name, seed=1, operations=60):
     result.update_all()
     result.extend()
     return result
+
+
+def driven(name, seed=1, operations=60):
+    """A buffer after some random operations, not empty."""
+    torch.manual_seed(seed)
+    return copy.deepcopy(first_driven(name, seed, operations))
 
 
 def rewrite(buffer, how):
@@ -485,7 +491,7 @@ def test_a_storage_that_was_filled_before(name):
 @every_sampler
 def test_batches_drawn_ahead_hold_what_was_stored(name):
     used = Driven(name, 1, prefetch=2, batch_size=6 * SLICE)
-    for _ in range(30):
+    for _ in range(12):
         used.extend()
         if used.can_draw():
             batch = used.buffer.sample()

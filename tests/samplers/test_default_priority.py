@@ -94,8 +94,7 @@ def sample_and_update(buffer, errors):
     return batch["index"]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize(("name", "compilable"), [("proportional", True), *((name, False) for name in SAMPLERS)])
 def test_new_transitions_get_the_largest_priority_of_those_stored(name, compilable):
     drive(buffer_of(name, compilable), update=sample_and_update, absolute=name == "absolute")
 

@@ -200,7 +200,6 @@ def learn_in_graph(rb, backend):
     ("name", "lanes", "boundary", "backend"),
     [
         ("proportional", 1, "stop", "inductor"),
-        ("proportional", 2, "pad", "eager"),
         ("rank", 1, "pad", "eager"),
         ("reaper", 1, "stop", "eager"),
         ("reaper", 2, "pad", "eager"),
