@@ -12,10 +12,7 @@ from torchrl.objectives import SoftUpdate
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
 from torchrl_replay_ext import ACERLoss
-from torchrl_replay_ext.functional import (
-    importance_ratio,
-    retrace,
-)
+from torchrl_replay_ext.functional import importance_ratio, retrace
 
 
 class Impossible(nn.Module):

@@ -9,19 +9,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torch.distributions import Categorical, Normal
-from torchrl.modules import (
-    MaskedCategorical,
-    NormalParamExtractor,
-    OneHotCategorical,
-    ProbabilisticActor,
-    QValueActor,
-)
-from torchrl.objectives import (
-    A2CLoss,
-    DiscreteSACLoss,
-    DQNLoss,
-    SoftUpdate,
-)
+from torchrl.modules import MaskedCategorical, NormalParamExtractor, OneHotCategorical, ProbabilisticActor, QValueActor
+from torchrl.objectives import A2CLoss, DiscreteSACLoss, DQNLoss, SoftUpdate
 from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
 from torchrl.objectives.value import TD0Estimator
 

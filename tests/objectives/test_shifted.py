@@ -20,12 +20,7 @@ from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.test_acer_contract import LAYOUTS, both, name_of, setting_of
 from tests.objectives.test_recurrent import Recurrent
 from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, experience, mlp, naive
-from tests.objectives.trajectories import (
-    assert_same,
-    assert_same_gradients_of,
-    gradients,
-    losses,
-)
+from tests.objectives.trajectories import assert_same, assert_same_gradients_of, gradients, losses
 from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
 
 ROWS, TIME = 4, 9

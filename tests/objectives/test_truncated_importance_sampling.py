@@ -11,14 +11,7 @@ from torchrl.modules import TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, policy_step, rows
-from tests.objectives.trajectories import (
-    Sums,
-    assert_agrees,
-    assert_same_gradients,
-    episodes,
-    gradients,
-    losses,
-)
+from tests.objectives.trajectories import Sums, assert_agrees, assert_same_gradients, episodes, gradients, losses
 from torchrl_replay_ext import ACERContinuousLoss
 
 TIS = "truncated_importance_sampling"

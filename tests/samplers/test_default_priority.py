@@ -9,10 +9,7 @@ import torch
 
 from tests.data import buffer_with, event_sampler, rows
 from tests.samplers.experience import assert_priorities, assert_same_state
-from torchrl_replay_ext import (
-    ProportionalSampler,
-    ReaPERSampler,
-)
+from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 
 CAPACITY, BATCH = 30, 6
 

@@ -13,11 +13,7 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import (
-    Refuses,
-    ReplayWithReference,
-    probabilities,
-)
+from tests.samplers.experience import Refuses, ReplayWithReference, probabilities
 from torchrl_replay_ext import Anneal, ProportionalSampler
 
 buffer_of = partial(data.buffer_of, ProportionalSampler)

@@ -19,11 +19,7 @@ from tests.samplers.experience import (
     probabilities,
     transitions,
 )
-from torchrl_replay_ext import (
-    Anneal,
-    ProportionalSampler,
-    ReaPERSampler,
-)
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
 
 STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
 

@@ -15,13 +15,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import (
-    INTERRUPTED,
-    LAYOUTS,
-    ReplayWithReference,
-    assert_priorities,
-    assert_same_state,
-)
+from tests.samplers.experience import INTERRUPTED, LAYOUTS, ReplayWithReference, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     DecoupledSampler,
     EventSpec,
