@@ -146,11 +146,3 @@ def test_copies_go_on_alone(duplicate):
     other = duplicate(hyperparameter)
     other.step()
     assert (hyperparameter.current(), other.current()) == (0.25, 0.5)
-
-
-def test_moves_to_a_device():
-    hyperparameter = beta(Anneal(0.0, 1.0, 4))
-    hyperparameter.step()
-    hyperparameter.to(torch.device("cpu"), torch.device("cpu"))
-    hyperparameter.step()
-    assert hyperparameter.current() == 0.5

@@ -8,9 +8,8 @@ from functools import cache, partial
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, TensorDictMaxValueWriter
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictMaxValueWriter
 
 from tests.data import buffer_with, event_sampler, linear_policy, rows
 from tests.operations import CASES, SLICE, Driven
@@ -23,7 +22,6 @@ from tests.samplers.experience import (
     probabilities,
 )
 from torchrl_replay_ext import (
-    Anneal,
     DecoupledSampler,
     ProportionalSampler,
     RankBasedSampler,
@@ -32,8 +30,6 @@ from torchrl_replay_ext import (
     TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.functional import reliability
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw
 
 
 def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
@@ -169,21 +165,6 @@ def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs
     assert int(buffer.sampler.stats()["num_items"]) == (0 if at_once else envs)
 
 
-def test_attached_to_a_loaded_ring(tmp_path):
-    """The first write reveals the start of the ring; from then on the episodes are in order."""
-    source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
-    source.extend(rows(10, done=[6]))
-    source.extend(rows(4, done=[1]))
-    source.dumps(tmp_path)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
-    buffer.loads(tmp_path)
-    buffer.set_sampler(ReaPERSampler(10))
-    buffer.sample()
-    buffer.extend(rows(2))
-    # slots from old to new: 6 | 7 8 9 0 1 | 2 3 4 5
-    assert_episodes(buffer, [0, 0, 1, 1, 1, 1, 2, 0, 0, 0])
-
-
 def test_td_errors_that_come_with_the_data_are_taken():
     buffer = buffer_of(ProportionalSampler, capacity=4, batch_size=1, td_error="absolute", eps=0.0)
     buffer.extend(rows(4))
@@ -211,12 +192,6 @@ def test_plain_tensors_and_pytrees(data):
     buffer.update_priority(info["index"], torch.ones(4))
     with pytest.raises(TypeError, match="TensorDicts"):
         ReplayBuffer(storage=LazyTensorStorage(20), sampler=ReaPERSampler(20), batch_size=4).extend(data)
-
-
-def test_list_storage():
-    buffer = ReplayBuffer(storage=ListStorage(20), sampler=ProportionalSampler(20), batch_size=4, collate_fn=list)
-    buffer.extend(list("abcdef"))
-    assert len(buffer.sample()) == 4
 
 
 def test_one_sampler_for_one_buffer():
@@ -577,47 +552,6 @@ def test_a_capacity_smaller_than_the_storage_is_refused(make):
         buffer_with(make(4), 8).extend(rows(2))
 
 
-class Uniform(Distribution):
-    """All stored slots; the priorities of updates are kept, and draws do not depend on them."""
-
-    def __init__(self, log, priorities):
-        self._log, self.updated = log, torch.zeros(log.layout.size, device=log.layout.device)
-
-    def insert(self, slots, priority, rows): ...
-
-    def remove(self, slots): ...
-
-    def clear(self): ...
-
-    def rebuild(self): ...
-
-    def check_valid(self): ...
-
-    def tensors(self):
-        return {"updated": self.updated}
-
-    def update(self, slots, priority):
-        self.updated[slots] = priority
-
-    def density(self, slots):
-        return (self._log.generation[slots] > 0).double()
-
-    def draw(self, batch_size, generator):
-        slots = torch.randint(int((self._log.generation > 0).sum()), (batch_size,), generator=generator)
-        return Draw(slots, self.density(slots))
-
-
-def test_a_td_error_that_is_infinite_is_refused_by_samplers_without_a_limit():
-    class Own(DistributionSampler):
-        def __init__(self):
-            super().__init__(20, Uniform, hyperparameters={})
-
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=Own(), batch_size=8)
-    rb.extend(TensorDict({"number": torch.arange(20)}, [20]))
-    with pytest.raises(ValueError, match=r"td_error|TD error"):
-        rb.update_priority(torch.arange(2), torch.tensor([1.0, float("inf")]))
-
-
 def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
     with pytest.raises(TypeError, match="a subclass of a sampler with TD errors expects them too"):
 
@@ -636,22 +570,6 @@ def test_a_state_can_be_loaded_after_the_storage_was_filled():
     target.load_state_dict(state)
     target.extend(rows(5))
     assert float(target.sampler.stats()["never_updated"]) == 0.25
-
-
-@pytest.mark.parametrize("beta", [0.5, Anneal(0.5, 1.0, num_updates=10)])
-def test_a_sampler_of_ones_own_gets_td_errors(beta):
-    class Own(DistributionSampler):
-        def __init__(self):
-            super().__init__(20, Uniform, hyperparameters={"beta": beta})
-
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=Own(), batch_size=8)
-    rb.extend(TensorDict({"number": torch.arange(20)}, [20]))
-    batch = rb.sample()
-    assert torch.equal(batch["priority_weight"], torch.ones(8))
-    batch["td_error"] = torch.full((8,), 3.0)
-    rb.update_tensordict_priority(batch)
-    assert rb.sampler.distribution.updated[batch["index"]].tolist() == [3.0] * 8
-    assert float(rb.sampler.stats()["beta"]) == pytest.approx(0.5 if beta == 0.5 else 0.55)
 
 
 @pytest.mark.parametrize("sampler", [RecencySampler(), TrajectoryRetraceSampler(8, slice_len=2, behaviour_keys=())])

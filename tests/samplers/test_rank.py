@@ -136,32 +136,6 @@ def test_piecewise_segments(num, batch, alpha, distance):
     torch.testing.assert_close(sample["priority_weight"].double(), weights, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("change", ["drawn anew", "smaller", "of another scale", "equal"])
-def test_ranks_are_never_stale(change):
-    """Draws, updates and writes in turns: P is that of the exact order, up to ties."""
-    torch.manual_seed(0)
-    num = 3000
-    td_error = torch.rand(num) + 1e-3
-    rb = filled(td_error)
-    ranked = rank_probabilities(num, 0.7)
-    for step in range(60):
-        batch = rb.sample(32)
-        slots = batch["index"]
-        new = {"drawn anew": torch.rand(32), "smaller": td_error[slots] * torch.rand(32), "equal": torch.ones(32)}
-        for slot, error in zip(slots.tolist(), new.get(change, torch.randn(32).exp()).tolist(), strict=True):
-            td_error[slot] = error
-        batch["td_error"] = td_error[slots]
-        rb.update_tensordict_priority(batch)
-        rb.extend(rows(1))
-        assert int(probabilities(rb).argmax()) == step
-        td_error[step] = 1e3
-        expected = torch.empty(num, dtype=torch.float64)
-        expected[td_error.argsort(descending=True)] = ranked
-        bucket = bucket_of(td_error)
-        torch.testing.assert_close(sorted_within(bucket, probabilities(rb)), sorted_within(bucket, expected))
-        rb.sampler.check_valid()
-
-
 @pytest.mark.parametrize("segments", ["exact", "piecewise"])
 def test_draws_follow_the_probabilities_of_equal_td_errors(segments):
     torch.manual_seed(0)
