@@ -23,7 +23,7 @@ from tests.params import module_names
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = "torchrl_replay_ext/_torchrl.py"
-# The private names of TorchRL that a subclass overrides or inherits, by class. The adapter's own are read from its code.
+# The private names of TorchRL that a subclass overrides or inherits, by class. Those of the adapter are read there.
 INHERITED = {
     "LazyTensorStorage": {
         "_empty",
