@@ -18,7 +18,7 @@ from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.test_acer_contract import LAYOUTS, both, name_of, setting_of
 from tests.objectives.test_recurrent import Recurrent
-from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, experience, mlp, naive
+from tests.objectives.test_retrace_estimator import GAMMA, critic, estimator_of, experience, mlp, naive
 from tests.objectives.trajectories import assert_same, assert_same_gradients_of, averaged, gradients, losses
 from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
 
@@ -239,14 +239,7 @@ def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
     value, pi = mlp(), mlp()
     batch = episodes_of(experience(6, 11))
     assert batch["next", "terminated"][:, :-1].any() and batch["next", "done"].any()
-    estimator = RetraceEstimator(
-        gamma=GAMMA,
-        value_network=critic(value),
-        actor_network=actor(pi),
-        policy=policy,
-        time_dim=time_dim,
-        shifted=True,
-    )
+    estimator = estimator_of(value, pi, policy=policy, time_dim=time_dim, shifted=True)
     shaped = batch if time_dim else batch.transpose(0, 1)
     with states_evaluated(value) as counts:
         result = estimator.value_estimate(shaped)
