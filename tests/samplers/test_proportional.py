@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
@@ -50,32 +48,6 @@ def test_squared_td_errors_are_rooted_and_eps_is_added_to_the_root():
     buffer = filled([1.0, 4.0, 9.0], td_error="squared", eps=1.0, alpha=1.0)
     expected = torch.tensor([2.0, 3.0, 4.0], dtype=torch.float64) / 9
     torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("td_error", ["squared", "absolute"])
-@pytest.mark.parametrize("layout", ["single", "two_dim"])
-def test_long_random_sequences(layout, td_error):
-    replay = ReplayWithReference("per", layout=layout, capacity=14, num_envs=2, td_error=td_error, alpha=0.7, seed=1)
-    for _ in range(150):
-        replay.random_operation()
-        replay.check()
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    capacity=st.integers(1, 9),
-    layout=st.sampled_from(["single", "two_dim"]),
-    num_envs=st.integers(1, 3),
-    alpha=st.sampled_from([0.0, 0.6, 1.0]),
-    seed=st.integers(0, 2**16),
-    operations=st.integers(0, 25),
-)
-def test_any_sequence(capacity, layout, num_envs, alpha, seed, operations):
-    replay = ReplayWithReference("per", layout=layout, capacity=capacity, num_envs=num_envs, alpha=alpha, seed=seed)
-    for _ in range(operations):
-        replay.random_operation()
-    replay.extend(1)
-    replay.check()
 
 
 @pytest.mark.parametrize("td_error", ["squared", "absolute"])

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.data import buffer_with
-from tests.samplers.experience import ReplayWithReference, probabilities, sorted_within
+from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import Anneal, RankBasedSampler
 from torchrl_replay_ext.functional import rank_probabilities
 
@@ -48,15 +48,6 @@ def test_rank_probabilities_are_those_of_a_loop():
         rank_probabilities(0, 0.7)
     with pytest.raises(ValueError, match="alpha"):
         rank_probabilities(3, -1.0)
-
-
-@pytest.mark.parametrize("capacity", [1, 7, 40])
-def test_life_of_new_updated_and_overwritten_items(capacity):
-    replay = ReplayWithReference("rank", capacity=capacity, seed=1, alpha=0.9, td_error="absolute")
-    for _ in range(120):
-        replay.random_operation()
-        replay.check(rtol=1e-9, atol=0)
-        replay.sampler.check_valid()
 
 
 def test_draws_follow_the_probabilities():

@@ -4,15 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import data
 from tests.chi_square import p_value
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import (
     INTERRUPTED,
-    LAYOUTS,
     Refuses,
     ReplayWithReference,
     Step,
@@ -20,9 +17,6 @@ from tests.samplers.experience import (
     transitions,
 )
 from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
-
-STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
-
 
 buffer_of = partial(data.buffer_of, ReaPERSampler)
 
@@ -141,26 +135,6 @@ def test_a_two_dimensional_storage_may_round_its_size_up():
 # --- against the naive reference
 
 
-@pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("single_with_ids", 1), *STREAMS])
-def test_long_random_sequences(layout, num_envs):
-    seed = num_envs % 2
-    replay = ReplayWithReference(
-        "reaper",
-        layout=layout,
-        num_envs=num_envs,
-        capacity=23 + seed,
-        alpha=0.5,
-        omega=0.7,
-        truncated=["finished", "ongoing"][seed],
-        td_error=["squared", "absolute"][seed],
-        seed=seed,
-        end_probability=[0.2, 0.05][seed],
-    )
-    for _ in range(150):
-        replay.random_operation()
-        replay.check()
-
-
 @pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("uneven", 5)])
 def test_large_buffers(layout, num_envs):
     replay = ReplayWithReference("reaper", layout=layout, num_envs=num_envs, capacity=600, end_probability=0.02, seed=9)
@@ -169,36 +143,6 @@ def test_large_buffers(layout, num_envs):
         replay.extend(120)
         replay.update_directly(100)
         replay.update(replay.sample(64))
-    replay.check()
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    capacity=st.integers(1, 12),
-    num_envs=st.integers(1, 4),
-    truncated=st.sampled_from(["finished", "ongoing"]),
-    alpha=st.sampled_from([0.0, 0.4, 1.0]),
-    omega=st.sampled_from([0.0, 0.2, 1.0]),
-    end_probability=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    seed=st.integers(0, 2**16),
-    operations=st.integers(0, 20),
-)
-def test_any_sequence(layout, capacity, num_envs, truncated, alpha, omega, end_probability, seed, operations):
-    replay = ReplayWithReference(
-        "reaper",
-        layout=layout,
-        capacity=max(capacity, num_envs),
-        num_envs=num_envs,
-        truncated=truncated,
-        alpha=alpha,
-        omega=omega,
-        end_probability=end_probability,
-        seed=seed,
-    )
-    for _ in range(operations):
-        replay.random_operation()
-    replay.extend(1)
     replay.check()
 
 
