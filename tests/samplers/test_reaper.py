@@ -51,16 +51,6 @@ def test_finished_and_ongoing_episodes_by_hand():
     assert_psi(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
 
 
-def test_an_overwritten_head_leaves_the_sums():
-    buffer = buffer_of(4, **plain())
-    buffer.extend(transitions(episode(0, 3)))
-    buffer.update_priority(torch.arange(3), torch.tensor([5.0, 1.0, 3.0]))
-    assert_psi(buffer, [5 * 5 / 9, 6 / 9, 3.0])
-    buffer.extend(transitions(episode(1, 2)))  # slots 3 and 0; new items have d = 5, and their episode has ended
-    buffer.update_priority(torch.tensor([3, 0]), torch.tensor([1.0, 1.0]))
-    assert_psi(buffer, [1.0, 1 / 4, 3.0, 0.5])
-
-
 # --- new transitions (refinement I)
 
 
