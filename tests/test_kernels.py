@@ -15,8 +15,7 @@ import torch
 from tests.chi_square import p_value
 from tests.emulated_device import EmulatedDevice
 from tests.stacks import StackedStreams
-from tests.test_flat_cost import code_of, large_steps
-from torchrl_replay_ext import EventSpec, EventTables, SumTree, compile_step, kernels
+from torchrl_replay_ext import EventSpec, EventTables, SumTree, kernels
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import OpenEpisodes, Rows
 from torchrl_replay_ext.core.frame_pool import FramePool
@@ -136,7 +135,7 @@ def test_all_implementations_track_the_same_maximum(run, capacity):
     for count in (1, 40):
         index = torch.randint(capacity, (count,))
         tree.leaves[index] = other.leaves[index] = torch.randint(2**40, (1,))
-        for each, call in ((tree, lambda function, *arguments: function(*arguments)), (other, run)):
+        for each, call in ((tree, plainly), (other, run)):
             call(each.refresh, torch.cat([index, torch.tensor([-1, capacity])]))
         assert_equal(tree, other)
         assert int(run(other.max)) == int(other.leaves.max())
@@ -624,7 +623,7 @@ def test_all_implementations_have_the_same_ranks(run):
         slots = torch.from_numpy(generator.integers(-1, size + 1, count))
         d = torch.from_numpy(generator.choice([0.0, 1e-40, 0.5, 1.0, 1.001, 2.0, 3e38], count)).float()
         change = int(generator.integers(3))
-        for each, call in ((ranks, lambda function, *arguments: function(*arguments)), (other, run)):
+        for each, call in ((ranks, plainly), (other, run)):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
         if INTERPRETED:
             # sorted, where a slot that leaves lets those behind it move up
@@ -694,40 +693,6 @@ def test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run):
         run(ops.rank_tabulate, table, exponent, torch.tensor([alpha], dtype=torch.float64), step)
         expected = torch.arange(1.0, 21.0, dtype=torch.float64).pow(-alpha).cumsum(0)
         torch.testing.assert_close(table, expected if applied else before, rtol=1e-12, atol=0)
-
-
-# --- graphs
-
-
-def step_of(tree):
-    def step(u, mass):
-        before = tree.total(), tree.min()
-        leaf, drawn = tree.draw(u)
-        ahead = tree.prefix(leaf)
-        tree.write(torch.cat([leaf, leaf[:2], leaf - 40]), torch.cat([mass, mass[2:4], mass]))
-        return leaf, drawn, ahead, tree.get(leaf), *before, tree.total(), tree.min()
-
-    return step
-
-
-@not_interpreted
-def test_eager_code_and_graphs_have_the_same_results(from_scratch):
-    tree = a_tree(5000)
-    other = copy.deepcopy(tree)
-    eager, compiled = step_of(tree), compile_step(step_of(other))
-    for _ in range(5):
-        u, mass = torch.rand(30, dtype=torch.float64), torch.randint(0, 2**40, (30,))
-        for ours, theirs in zip(eager(u, mass), compiled(u, mass), strict=True):
-            assert torch.equal(torch.as_tensor(ours), theirs)
-        assert_equal(tree, other)
-    other.check_valid()
-
-
-@not_interpreted
-def test_a_graph_changes_the_tree_in_place(from_scratch):
-    code = code_of(compile_step(step_of(a_tree(100_000))), torch.rand(30, dtype=torch.float64), torch.ones(30).long())
-    assert "tree_write" in code
-    assert not large_steps(code, 100_000 // 16)
 
 
 # --- accelerators
@@ -805,7 +770,7 @@ def test_all_implementations_fill_the_same_tables(run, retention, num_streams):
             run(theirs[1].undo, rows, slots[1])
             first -= count
         if step == 6:
-            for tables, call in ((ours[0], lambda function, *arguments: function(*arguments)), (theirs[0], run)):
+            for tables, call in ((ours[0], plainly), (theirs[0], run)):
                 call(tables.set_capacity, 2, 6)
                 call(tables.remove, np.array([-1, 3, 60, *slots[0][:5]]))
         stream, trajectory = int(rows.stream[0]), int(rows.trajectory[0])
