@@ -134,33 +134,27 @@ def invalid_updates(buffer):
             yield torch.tensor([slot, 5], device=place), torch.tensor([0.5, 0.25], device="emulated"), 5
 
 
+@pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("make", [stock, compilable])
 @pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
-def test_an_accelerator_leaves_out_invalid_rows_and_counts_them(name, make, device):
-    buffer = filled(make, **SAMPLERS[name](td_error="absolute"))
+def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_validate(name, make, validate, device):
+    buffer = filled(make, **SAMPLERS[name](validate=validate, td_error="absolute"))
+    before = buffer.sampler.state_dict()
     for number, (index, error, valid) in enumerate(invalid_updates(buffer), start=1):
         if name == "rank" and error[1] == WRONG["too large"]:
             error[1] = -error[1]
+        if validate:
+            with pytest.raises((ValueError, IndexError), match=r"TD errors must be|out of range"):
+                buffer.update_priority(index, error)
+            after = buffer.sampler.state_dict()
+            assert all(torch.equal(after[key], value) for key, value in before.items())
+            continue
         buffer.update_priority(index, error)
         assert buffer.sampler.stats()["rejected_updates"] == number
         assert buffer.sampler.stats()["dropped_updates"] == 0
         buffer.sampler.check_valid()
         assert 0 < buffer.sampler.probabilities(buffer.storage)[valid] < 1
     assert buffer.sample()["index"].max() < SIZE
-
-
-@pytest.mark.parametrize("make", [stock, compilable])
-@pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
-def test_an_accelerator_raises_errors_with_validate_before_anything_is_changed(name, make, device):
-    buffer = filled(make, **SAMPLERS[name](validate=True, td_error="absolute"))
-    before = buffer.sampler.state_dict()
-    for index, error, _ in invalid_updates(buffer):
-        if name == "rank" and error[1] == WRONG["too large"]:
-            continue
-        with pytest.raises((ValueError, IndexError), match=r"TD errors must be|out of range"):
-            buffer.update_priority(index, error)
-        after = buffer.sampler.state_dict()
-        assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize("make", [stock, compilable])

@@ -140,17 +140,6 @@ def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_on
         assert_episodes(restored, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7])
 
 
-def test_what_broke_off_stays_ongoing():
-    buffer = buffer_of(td_error="absolute", alpha=0.0, omega=1.0, eps=0.0)
-    buffer.extend(rows(4, ids=[0, 0, 0, 0]))
-    with pytest.warns(UserWarning, match=BROKE_OFF):
-        buffer.extend(rows(2, done=[1], ids=[1, 1]))
-    buffer.update_priority(torch.arange(6), torch.tensor([1.0, 1.0, 1.0, 1.0, 3.0, 5.0]))
-    # F = 8 in Eq. 17 for the first four, Eq. 16 of a finished episode for the others
-    expected = torch.tensor([1 / 8, 2 / 8, 3 / 8, 4 / 8, 3 / 8, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(buffer.sampler.probabilities(buffer.storage), expected / expected.sum())
-
-
 @pytest.mark.filterwarnings(f"ignore:.*{BROKE_OFF}:UserWarning")
 @pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
 @pytest.mark.parametrize("envs", [2, 20])

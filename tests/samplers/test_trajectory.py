@@ -391,14 +391,9 @@ def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
         buffer.update_tensordict_priority(batch)
 
 
-@pytest.mark.parametrize("kind", ["proportional", "rank", "reaper", "events"])
-def test_every_prioritized_sampler_draws_anchors(kind):
-    capacity = 24
-    makes = {"proportional": ProportionalSampler, "rank": RankBasedSampler, "reaper": ReaPERSampler}
-    makes["events"] = lambda capacity: data.event_sampler(6, priority={"kind": "proportional"})
-    anchors = makes[kind](capacity)
-    slices = TrajectoryRetraceSampler(capacity, slice_len=3, anchors=anchors)
-    buffer = data.buffer_with(slices, capacity, batch_size=12)
+def test_event_tables_draw_anchors():
+    anchors = data.event_sampler(6, priority={"kind": "proportional"})
+    buffer = data.buffer_with(TrajectoryRetraceSampler(24, slice_len=3, anchors=anchors), 24, batch_size=12)
     for first in range(0, 100, 5):
         buffer.extend(rows(5, done=[first % 5], first=first))
         batch = buffer.sample()
@@ -407,8 +402,7 @@ def test_every_prioritized_sampler_draws_anchors(kind):
         assert torch.equal(steps == 1, grid["collector", "mask"][:, 1:])
         assert grid["collector", "mask"][:, 0].all()
         assert "write_stamp" not in batch
-        extra = {"events": ["table", "sample_probability"]}.get(kind, [])
-        for key in ("priority_weight", *extra):
+        for key in ("priority_weight", "table", "sample_probability"):
             assert (grid[key] == grid[key][:, :1]).all()
         batch["td_error"] = torch.rand(12)
         buffer.update_tensordict_priority(batch)
