@@ -209,8 +209,7 @@ class Driven:
         self.environments = Environments(num_envs, rng, rng.choice([0.05, 0.3]))
         self.reference = self.make_reference()
         self.rows = capacity // num_envs if ndim == 2 else capacity
-        self.operations, self.written = 0, 0
-        self.counts: dict[str, int] = {}
+        self.written = 0
         self.frames: dict[int, list[int]] = {}
         self.begin()
 
@@ -586,7 +585,9 @@ class Driven:
             batch = self.sample() if self.sampler is self.buffer.sampler and len(self.buffer) else None
             self.buffer.load_state_dict(state)
             if batch is not None:
-                self.update_after_load(batch)
+                # drawn before the load: all rows are late
+                batch["td_error"] = self.td_errors(len(batch))
+                self.buffer.update_tensordict_priority(batch)
         elif kind == "into another":
             other = self.make()
             other.load_state_dict(copy.deepcopy(self.buffer.state_dict()))
@@ -606,11 +607,6 @@ class Driven:
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
-
-    def update_after_load(self, batch: TensorDict) -> None:
-        """Update a batch that was drawn before a checkpoint was loaded: all rows are late."""
-        batch["td_error"] = self.td_errors(len(batch))
-        self.buffer.update_tensordict_priority(batch)
 
     def empty(self) -> None:
         self.update_all()
@@ -671,6 +667,4 @@ class Driven:
             name = self.rng.choices(names, weights)[0]
         if not self.content and not (self.case.pinned and len(self.buffer)) and name != "empty":
             name = "extend"
-        self.operations += 1
-        self.counts[name] = self.counts.get(name, 0) + 1
         getattr(self, name)()

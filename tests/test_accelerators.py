@@ -15,14 +15,12 @@ from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
-from tests.stacks import StackedStreams
 from tests.test_compiled import Flat
 from torchrl_replay_ext import (
     AdamStep,
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
-    FrameStackStorage,
     ProportionalSampler,
     ReaPERSampler,
     TrajectoryRetraceSampler,
@@ -130,27 +128,6 @@ def test_a_loaded_storage_lies_on_its_own_device(device):
     loaded.set(torch.arange(6, 9, device="emulated"), data("cpu")[:3])
     assert loaded[:].device.type == "emulated"
     assert loaded[:]["observation"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
-
-
-@pytest.mark.parametrize("place", ["cpu", "emulated"])
-def test_frames_on_an_accelerator_are_the_frames_that_were_written(place, device):
-    streams = StackedStreams(2, depth=3)
-    frames = FrameStackStorage(24, frame_capacity=120, device="emulated")
-    buffer = CompilableReplayBuffer(storage=frames, sampler=ProportionalSampler(24), batch_size=8)
-    whole = CompilableTensorStorage(24)
-    reference = CompilableReplayBuffer(storage=whole, batch_size=8)
-    for _ in range(4):
-        data = streams.chunk("interleaved", 10)
-        buffer.extend(data.clone().to(place))
-        reference.extend(data.clone())
-    saved = FrameStackStorage(24, frame_capacity=120, device="emulated")
-    saved.load_state_dict(frames.state_dict())
-    batch = buffer.sample()
-    for stored, index in ((frames, torch.arange(24)), (saved, torch.arange(24)), (frames, batch["index"].cpu())):
-        for key in ("observation", ("next", "observation")):
-            found = stored.get(index.to("emulated"))[key]
-            assert found.device.type == "emulated"
-            assert torch.equal(found.cpu(), whole.get(index)[key])
 
 
 @pytest.mark.parametrize("granularity", ["batch", "transition"])

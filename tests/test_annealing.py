@@ -148,14 +148,6 @@ def test_copies_go_on_alone(duplicate):
     assert (hyperparameter.current(), other.current()) == (0.25, 0.5)
 
 
-def test_moves_to_a_device():
-    hyperparameter = beta(Anneal(0.0, 1.0, 4))
-    hyperparameter.step()
-    hyperparameter.to(torch.device("cpu"), torch.device("cpu"))
-    hyperparameter.step()
-    assert hyperparameter.current() == 0.5
-
-
 @pytest.mark.parametrize("value", [-0.1, 0.9, float("nan"), 1e308])
 def test_a_value_outside_of_its_schedule_is_refused(value):
     hyperparameter = beta(Anneal(0.0, 0.5, 4))

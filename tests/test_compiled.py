@@ -321,79 +321,6 @@ def test_the_newest_slices_in_a_graph():
         buffer.extend(experience.take(3))
 
 
-# --- updates
-
-
-def update_of(buffer: CompilableReplayBuffer, slots: list[int], error: list[float]) -> TensorDict:
-    """A batch of ``slots`` with TD errors, with the current write stamps."""
-    index = torch.tensor(slots)
-    stamp = stamps_of(buffer)[index]
-    return TensorDict({"index": index, "td_error": torch.tensor(error), "write_stamp": stamp}, [len(slots)])
-
-
-def stamps_of(buffer: CompilableReplayBuffer) -> torch.Tensor:
-    """The write stamp of each slot of a flat buffer, collected from samples."""
-    stamps = torch.full((len(buffer),), -1)
-    while (stamps < 0).any():
-        index, info = buffer.sampler.sample(buffer.storage, 400)
-        stamps[index.cpu()] = info["write_stamp"].cpu()
-    return stamps
-
-
-def test_bad_and_duplicate_td_errors_in_a_graph():
-    """The last valid duplicate wins, and invalid rows are counted, where eager code would raise an error."""
-    count, buffer = 12, Case(proportional(alpha=0.6, beta=0.4)).buffer()
-    buffer.extend(Flat().take(40))
-    in_graph = torch.compile(buffer.update_tensordict_priority, fullgraph=True, dynamic=False)
-    bad = [float("nan"), -1.0, float("inf"), 3e38, -float("inf")]
-    rng, last = random.Random(count), {}
-    rejected = 0
-    for number in range(6):
-        # in the last round all TD errors are invalid; before, those of the first slots and some others
-        slots = [rng.randrange(40) for _ in range(count)]
-        error = [
-            rng.choice(bad) if number == 5 or slot < 5 or rng.random() < 0.3 else rng.uniform(0, 3) for slot in slots
-        ]
-        good = [position for position, each in enumerate(error) if each not in bad and each == each]
-        rejected += count - len(good)
-        in_graph(update_of(buffer, slots, error))
-        assert int(buffer.sampler.stats()["rejected_updates"]) == rejected
-        last |= {slot: each for slot, each in zip(slots, error, strict=True) if each not in bad and each == each}
-        d = torch.tensor([last.get(slot, 1.0 - 1e-6) + 1e-6 for slot in range(40)])
-        assert_priorities(buffer, d, buffer.sampler.alpha)
-    assert not last.keys() & set(range(5)), "still those of new transitions"
-
-
-def test_late_updates_of_overwritten_slots_are_dropped():
-    case = CASES["proportional"]
-    buffer, experience = case.buffer(batch_size=40), case.experience()
-    buffer.extend(experience.take(case.capacity))
-    draw = torch.compile(buffer.sample, fullgraph=True)
-    update = torch.compile(buffer.update_tensordict_priority, fullgraph=True)
-    dropped = 0
-    for sample, late_update in (
-        (draw, update),
-        (draw, buffer.update_tensordict_priority),
-        (buffer.sample, update),
-        (buffer.sample, buffer.update_tensordict_priority),
-    ):
-        batch = sample()
-        before = buffer.storage[:]["number"].clone()
-        buffer.extend(experience.take(2 * case.capacity // 5))
-        fresh = buffer.storage[:]["number"] == before
-        twin = copy.deepcopy(buffer)
-        batch["td_error"] = torch.rand(40)
-        late_update(batch)
-        was_kept = fresh[batch["index"]]
-        assert 0 < int(was_kept.sum()) < 40
-        dropped += int((~was_kept).sum())
-        assert int(buffer.sampler.stats()["dropped_updates"]) == dropped
-        # an update of the other rows drops nothing
-        rest = batch[was_kept]
-        twin.sampler.update_priority(rest["index"], rest["td_error"], storage=twin.storage, stamp=rest["write_stamp"])
-        assert_same_sampler(buffer, twin, but=("dropped_updates", "update_counts"))
-
-
 # --- limits
 
 
@@ -408,14 +335,6 @@ def whole_text(error: BaseException) -> str:
     while cause is not None:
         text, cause = f"{text}{cause}\n", cause.__cause__ or cause.__context__
     return text
-
-
-@pytest.mark.parametrize("name", ["uniform, two columns", "proportional"])
-def test_the_first_write_must_run_outside(name):
-    buffer = CASES[name].buffer()
-    with pytest.raises(Exception) as caught:
-        torch.compile(lambda data: buffer.extend(data), fullgraph=True)(CASES[name].experience().take(4))
-    assert "the first write must run outside the compiled function" in whole_text(caught.value)
 
 
 @pytest.mark.parametrize("missing", ["td_error", "batch_size"])

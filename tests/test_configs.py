@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.params import slow_but
 from torchrl_replay_ext import EventSpec, Threshold
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +123,9 @@ def chosen(base, name, more=None, *, instead=None):
     return composed([*base, *choice, *(SAMPLERS[name] if instead is None else instead), *(more or [])])
 
 
-@pytest.mark.parametrize("name", [*SAMPLERS, "reaper, sac"])
+@pytest.mark.parametrize(
+    "name", slow_but(["event_table", "trajectory_retrace", "compilable"], [*SAMPLERS, "reaper, sac"])
+)
 def test_trains(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = instantiate((chosen(SAC, "reaper") if name == "reaper, sac" else chosen(DQN, name)).trainer)

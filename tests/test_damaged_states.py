@@ -199,7 +199,7 @@ def run(seed: int, count: int, names: list[str], *, per_buffer: int = 25) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 def test_some_damaged_states():
-    run(0, 5 * len(CASES), [*CASES], per_buffer=5)
+    run(0, 3 * len(CASES), [*CASES], per_buffer=3)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """How often the host waits for an accelerator, which is emulated, and what happens there to invalid input."""
 
+from functools import cache
 from statistics import median
 
 import pytest
@@ -39,10 +40,15 @@ SAMPLERS = {
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
 
 
+@pytest.fixture(scope="module")
+def emulated():
+    return EmulatedDevice("torchrl_replay_ext")
+
+
 @pytest.fixture
-def device():
-    with EmulatedDevice("torchrl_replay_ext") as device:
-        yield device
+def device(emulated):
+    with emulated:
+        yield emulated
 
 
 def on_device(count, first=0, ndim=1):
@@ -69,6 +75,12 @@ def filled(make, ndim=1, **parts):
     return buffer
 
 
+@cache
+def waits_of_torchrl(device, ndim):
+    """Those of TorchRL's uniform buffer."""
+    return waits(device, filled(stock, ndim, sampler=RandomSampler()))
+
+
 def waits(device, buffer):
     """Median numbers of waits in a write, and in a sample with its priority update."""
     writes, cycles = [], []
@@ -92,7 +104,7 @@ def waits(device, buffer):
 def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, ndim, device):
     """Beyond the waits of TorchRL's uniform buffer."""
     write, cycle = waits(device, filled(make, ndim, **SAMPLERS[name]()))
-    uniform = waits(device, filled(stock, ndim, sampler=RandomSampler()))
+    uniform = waits_of_torchrl(device, ndim)
     assert write <= uniform[0] + 2
     assert cycle <= uniform[1] + 1
 
@@ -122,33 +134,27 @@ def invalid_updates(buffer):
             yield torch.tensor([slot, 5], device=place), torch.tensor([0.5, 0.25], device="emulated"), 5
 
 
+@pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("make", [stock, compilable])
 @pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
-def test_an_accelerator_leaves_out_invalid_rows_and_counts_them(name, make, device):
-    buffer = filled(make, **SAMPLERS[name](td_error="absolute"))
+def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_validate(name, make, validate, device):
+    buffer = filled(make, **SAMPLERS[name](validate=validate, td_error="absolute"))
+    before = buffer.sampler.state_dict()
     for number, (index, error, valid) in enumerate(invalid_updates(buffer), start=1):
         if name == "rank" and error[1] == WRONG["too large"]:
             error[1] = -error[1]
+        if validate:
+            with pytest.raises((ValueError, IndexError), match=r"TD errors must be|out of range"):
+                buffer.update_priority(index, error)
+            after = buffer.sampler.state_dict()
+            assert all(torch.equal(after[key], value) for key, value in before.items())
+            continue
         buffer.update_priority(index, error)
         assert buffer.sampler.stats()["rejected_updates"] == number
         assert buffer.sampler.stats()["dropped_updates"] == 0
         buffer.sampler.check_valid()
         assert 0 < buffer.sampler.probabilities(buffer.storage)[valid] < 1
     assert buffer.sample()["index"].max() < SIZE
-
-
-@pytest.mark.parametrize("make", [stock, compilable])
-@pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
-def test_an_accelerator_raises_errors_with_validate_before_anything_is_changed(name, make, device):
-    buffer = filled(make, **SAMPLERS[name](validate=True, td_error="absolute"))
-    before = buffer.sampler.state_dict()
-    for index, error, _ in invalid_updates(buffer):
-        if name == "rank" and error[1] == WRONG["too large"]:
-            continue
-        with pytest.raises((ValueError, IndexError), match=r"TD errors must be|out of range"):
-            buffer.update_priority(index, error)
-        after = buffer.sampler.state_dict()
-        assert all(torch.equal(after[key], value) for key, value in before.items())
 
 
 @pytest.mark.parametrize("make", [stock, compilable])

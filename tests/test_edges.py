@@ -6,9 +6,7 @@ from tensordict import NonTensorData, NonTensorStack
 from torchrl.data.replay_buffers import SampleUnit
 
 from tests.data import buffer_with, rows
-from torchrl_replay_ext import (
-    ProportionalSampler,
-)
+from torchrl_replay_ext import ProportionalSampler
 
 both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data import buffer_with, event_sampler
+from tests.data import rows as data_rows
 from tests.operations import CASES, Driven
+from tests.params import slow_but
 from torchrl_replay_ext import (
     EventTableSampler,
     ProportionalSampler,
@@ -109,16 +110,10 @@ CAPACITY = 24
 
 def rows(numbers, done=()):
     """Transitions of one environment; every entry contains the number of its transition."""
-    numbers = torch.as_tensor(list(numbers))
-    ended = torch.isin(numbers, torch.as_tensor(list(done), dtype=torch.int64)).unsqueeze(1)
-    return TensorDict(
-        {
-            "observation": numbers.float().unsqueeze(1),
-            "action": numbers.float().unsqueeze(1).clone(),
-            "next": {"done": ended, "terminated": ended.clone(), "number": numbers},
-        },
-        numbers.shape,
-    )
+    data = data_rows(len(numbers), first=numbers[0], done=[number - numbers[0] for number in done])
+    data["action"] = data["observation"].clone()
+    data["next", "number"] = data.pop("number")
+    return data
 
 
 ends = partial(event_sampler, 8, ("next", "terminated"), 4)
@@ -279,7 +274,7 @@ def test_a_write_after_one_that_broke_off(name, compilable, kept):
     go_on(buffer)
 
 
-@pytest.mark.parametrize("name", ["proportional", "tables, reaper"])
+@pytest.mark.parametrize("name", slow_but(["tables, reaper"], ["proportional", "tables, reaper"]))
 def test_a_process_that_is_killed_as_it_writes(name):
     buffer = filled(name)
     buffer.share()

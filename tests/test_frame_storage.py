@@ -59,7 +59,7 @@ def test_what_is_read_is_what_was_written(capacity, num_envs, layout, padding):
     rng = random.Random(capacity * num_envs)
     streams = StackedStreams(num_envs, padding=padding, lost=0.05, seed=num_envs)
     once, plain = pair(capacity)
-    for _ in range(40):
+    for _ in range(20):
         extend(streams.chunk(layout, rng.choice([1, 2, 5, 13, 2 * capacity])), once, plain)
         assert_same(once, plain)
         # frames of overwritten transitions are freed: there are at most those of the stored stacks

@@ -12,14 +12,6 @@ from torchrl_replay_ext.indices import is_last_occurrence
 # --- importance weights
 
 
-def test_importance_weights_by_hand():
-    """N = 4: w = (4 P)^-beta is 1/2, 1, 2 for P = 1/2, 1/4, 1/8 and beta = 1."""
-    probability = torch.tensor([1 / 2, 1 / 4, 1 / 8])
-    assert importance_weights(probability, 4, 1.0, normalize=False).tolist() == [0.5, 1.0, 2.0]
-    assert importance_weights(probability, 4, 1.0).tolist() == [0.25, 0.5, 1.0]
-    torch.testing.assert_close(importance_weights(probability, 4, 0.5), torch.tensor([0.5, 0.5**0.5, 1.0]))
-
-
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_importance_weights_against_a_loop(beta, normalize):

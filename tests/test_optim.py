@@ -39,7 +39,18 @@ def make_step(request):
     return make
 
 
-@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1}, {"lr": torch.tensor(0.1)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1},
+        {"lr": torch.tensor(0.1)},
+        {"eps": 0.0},
+        # there is no log β
+        {"betas": (0.0, 0.9)},
+        {"betas": (0.9, 0.0)},
+    ],
+)
 def test_adam_step_is_adam(make_step, options):
     torch.manual_seed(0)
     (mine, theirs), (optimizer, reference) = pair(**options)
@@ -50,18 +61,6 @@ def test_adam_step_is_adam(make_step, options):
     # step counts are float32, and so are the values computed from them
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
-
-
-@pytest.mark.parametrize("options", [{"eps": 0.0}, {"betas": (0.0, 0.9)}, {"betas": (0.9, 0.0)}])
-def test_limits_of_the_options(make_step, options):
-    """With eps=0 and without gradients, a step of Adam is 0 / 0; with β = 0 there is no log β."""
-    torch.manual_seed(0)
-    (mine, theirs), (optimizer, reference) = pair(**options)
-    step, _ = make_step(optimizer)
-    for _ in range(3):
-        step_both(step, theirs, reference)
-    assert all(torch.isfinite(parameter).all() for parameter in mine)
-    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("fused", [False, True])

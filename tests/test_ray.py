@@ -137,11 +137,6 @@ def without_numbers(state):
     return state.exclude(*numbers).set("generation", state["generation"] > 0)
 
 
-def priorities(rb):
-    """The state of the sampler that has the priorities."""
-    return sampler_state(rb)
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     remote, local = buffers[name], local_buffer(name)
@@ -161,7 +156,7 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     for rb in both:
         rb.update_priority(index[0][:4], torch.full((4,), 9.0))
     assert_same(*map(sampler_state, both))
-    assert priorities(remote)["beta"][0] == 1.0
+    assert sampler_state(remote)["beta"][0] == 1.0
 
     # the whole state is saved
     assert remote.write_count == 96 and len(remote) == CAPACITY
@@ -176,10 +171,10 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
     # updates of overwritten transitions are dropped
     batch = remote.sample()
     remote.extend(transitions(96, 64))
-    before = priorities(remote)
+    before = sampler_state(remote)
     batch["td_error"] = torch.full((BATCH,), 100.0)
     remote.update_tensordict_priority(batch)
-    after = priorities(remote)
+    after = sampler_state(remote)
     # padding is not updated; the schedule also counts an update that changes nothing
     rows = batch.get(("collector", "mask"), torch.ones(BATCH)).sum()
     dropped, rejected = (after["update_counts"] - before["update_counts"]).tolist()

@@ -414,34 +414,6 @@ def test_several_statistics_are_projected_together():
     assert torch.equal(alone, expected)
 
 
-# --- identities of the paper
-
-
-def random_policies(*shape, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(2, *shape, **DOUBLE, generator=g)).softmax(-1)
-
-
-def beyond(pi, mu, c):
-    """[(ρ − c) / ρ]_+."""
-    return (1 - c * mu / pi).clamp_min(0.0)
-
-
-def test_the_value_target_is_unbiased():
-    """App. D: over actions of μ, the target is V of Eq. 24; with Q^π for both estimates it is V^π."""
-    pi, mu = random_policies(100, 6)
-    q, q_ret = torch.randn(2, 100, 6, **DOUBLE)
-    v = (pi * q).sum(-1, keepdim=True)
-    # Eq. 25
-    both = mu * importance_ratio(pi.log(), mu.log()).clamp_max(1.0) + pi * beyond(pi, mu, 1.0)
-    torch.testing.assert_close((both * q).sum(-1, keepdim=True), v, rtol=1e-10, atol=1e-10)
-    expected = (mu * (pi / mu).clamp_max(1.0) * q_ret).sum(-1) + (pi * beyond(pi, mu, 1.0) * q).sum(-1)
-    target = acer_value_target(pi.log(), mu.log(), q_ret, q, v.expand(100, 6))
-    torch.testing.assert_close((mu * target).sum(-1), expected, rtol=1e-10, atol=1e-10)
-    target = acer_value_target(pi.log(), mu.log(), q, q, v.expand(100, 6))
-    torch.testing.assert_close((mu * target).sum(-1, keepdim=True), v)
-
-
 # --- bad input
 
 

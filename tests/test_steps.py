@@ -11,12 +11,7 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from tests.data import buffer_of, learnable
-from torchrl_replay_ext import (
-    AdamStep,
-    ProportionalSampler,
-    clip_gradients,
-    compile_step,
-)
+from torchrl_replay_ext import AdamStep, ProportionalSampler, clip_gradients, compile_step
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
 

@@ -158,8 +158,8 @@ def dataset(count, episode=100):
 @pytest.mark.parametrize(
     ("name", "filled"), [("proportional", "loaded"), ("rank", "loaded"), ("reaper", "loaded"), ("reaper", "written")]
 )
-def test_a_million_memory_mapped_transitions_that_were_stored_before(name, filled, tmp_path):
-    count, sampler = 1_000_000, SAMPLERS[name]()
+def test_many_memory_mapped_transitions_that_were_stored_before(name, filled, tmp_path):
+    count, sampler = 200_000, SAMPLERS[name]()
     if filled == "loaded":
         dataset(count).memmap(tmp_path)
         storage = TensorStorage(TensorDict.load_memmap(tmp_path))
@@ -170,7 +170,7 @@ def test_a_million_memory_mapped_transitions_that_were_stored_before(name, fille
     batch = learn(rb, error=4.0)
     assert torch.equal(batch["number"], batch["index"])
     stats = sampler.stats()
-    assert stats["num_items"] == count and 0.9997 < stats["never_updated"] < 0.9998
+    assert stats["num_items"] == count and 0.9987 < stats["never_updated"] < 0.9988
     p = sampler.probabilities(storage)
     assert float(p.sum()) == pytest.approx(1.0)
     if name == "proportional":

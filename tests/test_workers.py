@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv, SerialEnv
 
 from tests.data import buffer_with
+from tests.params import slow_but
 from tests.reference import NaivePER, NaiveReaPER
 from tests.samplers.experience import INTERRUPTED
 from torchrl_replay_ext import (
@@ -168,7 +169,7 @@ class Learner:
             sampler.check_valid()
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", slow_but(["async"], ["sync", "async"]))
 def test_workers_write_to_the_buffer(kind):
     buffer = make_buffer(num_streams=2, compilable=kind == "async")
     buffer.share()

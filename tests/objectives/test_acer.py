@@ -20,6 +20,7 @@ from tests.objectives.trajectories import (
     assert_agrees,
     assert_same,
     assert_same_gradients,
+    averaged,
     cut_rows,
     episodes,
     gradients,
@@ -74,14 +75,6 @@ class Networks(nn.Module):
             return TensorDictModule(self.value_head, in_keys=["hidden"], out_keys=[action_value])
         network = nn.Sequential(self.other_trunk, self.value_head)
         return TensorDictModule(network, in_keys=[observation], out_keys=[action_value])
-
-
-def loss_of(networks: Networks, *, updated: bool = True, **arguments: Any) -> ACERLoss:
-    """The loss of networks; the average policy has an updater, or not."""
-    loss = ACERLoss(networks.actor(), networks.critic(), **arguments)
-    if updated:
-        SoftUpdate(loss, eps=0.75)
-    return loss
 
 
 class Setting:
@@ -210,13 +203,7 @@ def test_is_algorithm_2(statistics, trust_region, c):
 def test_is_algorithm_2_for_any_networks_and_batches(trunk, kind, mu_key, mask):
     setting = Setting(kind, trunk, behaviour_key=mu_key)
     batch = rows(mask=mask, key=mu_key)
-    expected = algorithm_2(setting, batch, mu_key=mu_key)
-    assert_agrees(setting.loss(batch), expected)
-    assert batch["td_error"].shape == batch.shape
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    assert not batch["td_error"][~valid].any()
-    mean = setting.loss.critic_coeff * batch["td_error"][valid].mean()
-    torch.testing.assert_close(mean.item(), expected.values["loss_qvalue"])
+    assert_agrees(setting.loss(batch), algorithm_2(setting, batch, mu_key=mu_key))
 
 
 @pytest.mark.parametrize(
@@ -307,8 +294,7 @@ def test_several_agents_are_refused():
     networks, batch = Networks(), rows()
     for key in ("observation", ("next", "observation")):
         batch[key] = batch[key].unsqueeze(-2).expand(4, 9, 2, OBSERVATION)
-    loss = ACERLoss(networks.actor(), networks.critic())
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERLoss(networks.actor(), networks.critic()))
     with pytest.raises(ValueError, match=r"'logits'.*\(4, 9, 2, 4\), expected \(4, 9, 'A'\).*[Ss]everal agents"):
         loss(batch)
 
@@ -362,8 +348,7 @@ def test_actions_that_are_not_allowed(statistics, c):
                 network.policy_head.bias[-1] = -math.inf
             for head in (network.policy_head, network.value_head):
                 head.weight, head.bias = nn.Parameter(head.weight[:allowed]), nn.Parameter(head.bias[:allowed])
-        loss = ACERLoss(networks.actor(), networks.critic(), c=c, delta=0.01, statistics=statistics)
-        SoftUpdate(loss, eps=0.75)
+        loss = averaged(ACERLoss(networks.actor(), networks.critic(), c=c, delta=0.01, statistics=statistics))
         set_average(loss, average.actor())
         result = loss(given)
         losses(result).backward()
@@ -390,8 +375,7 @@ def test_actor_and_critic_of_one_operator():
     )
     found = []
     for critic in (operator.get_value_head(), operator.get_value_operator()):
-        loss = ACERLoss(operator.get_policy_operator(), critic)
-        SoftUpdate(loss, eps=0.75)
+        loss = averaged(ACERLoss(operator.get_policy_operator(), critic))
         found.append(gradients(losses(loss(batch)), list(networks.parameters())))
     assert_same_gradients(*found)
 
@@ -399,8 +383,7 @@ def test_actor_and_critic_of_one_operator():
 @pytest.mark.parametrize("distribution", [torch.distributions.OneHotCategorical, OneHotCategorical])
 def test_one_hot_policies(distribution):
     networks, batch = Networks(), rows(one_hot=True)
-    loss = ACERLoss(networks.actor(distribution_class=distribution), networks.critic())
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERLoss(networks.actor(distribution_class=distribution), networks.critic()))
     expected = ACERLoss(networks.actor(), networks.critic())
     SoftUpdate(expected, eps=0.75)
     assert torch.equal(loss(batch)["loss_actor"], expected(batch)["loss_actor"])
@@ -437,6 +420,5 @@ def test_values_of_some_actions():
     networks = Networks()
     critic = TensorDictModule(nn.Linear(3, 1).double(), in_keys=["observation"], out_keys=["action_value"])
     setting = Setting()
-    setting.loss = ACERLoss(networks.actor(), critic)
-    SoftUpdate(setting.loss, eps=0.75)
+    setting.loss = averaged(ACERLoss(networks.actor(), critic))
     refuses(setting, rows(), ValueError, r"'action_value'.*\(4, 9, 1\), expected \(4, 9, 4\).*qvalue_network")

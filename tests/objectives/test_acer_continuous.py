@@ -19,6 +19,7 @@ from tests.objectives.trajectories import (
     OBSERVATION,
     Sums,
     assert_agrees,
+    averaged,
     cut_rows,
     episodes,
     gradients,
@@ -72,14 +73,6 @@ class Networks(nn.Module):
 
     def policy(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         return self.head(self.trunk(observation))
-
-
-def loss_of(networks: Networks, *, updated: bool = True, **arguments: Any) -> ACERContinuousLoss:
-    """The loss of networks; the average policy has an updater, or not."""
-    loss = ACERContinuousLoss(networks.actor(), networks.critic, **arguments)
-    if updated:
-        SoftUpdate(loss, eps=0.75)
-    return loss
 
 
 class Setting:
@@ -259,13 +252,7 @@ def test_is_algorithm_3_for_any_networks_and_batches(distribution, statistics, s
     setting = Setting(shared=shared, dueling=dueling, distribution=distribution, statistics=statistics).record()
     batch = rows(mask=mask, squashed=setting.squashed)
     result = setting.loss(batch)
-    expected = algorithm_3(setting, batch)
-    assert_agrees(result, expected)
-    assert batch["td_error"].shape == batch.shape
-    valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
-    assert not batch["td_error"][~valid].any()
-    mean = setting.loss.critic_coeff * batch["td_error"][valid].mean()
-    torch.testing.assert_close(mean.item(), expected.values["loss_qvalue"])
+    assert_agrees(result, algorithm_3(setting, batch))
 
 
 @pytest.mark.parametrize(
@@ -354,8 +341,7 @@ def test_actions_that_no_tanh_gives_are_refused(value):
 
 def test_what_the_actor_alone_reads_is_not_needed_of_the_next_state():
     networks, batch = Networks(), rows()
-    loss = ACERContinuousLoss(networks.actor("features"), networks.critic)
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERContinuousLoss(networks.actor("features"), networks.critic))
     batch["features"] = batch["observation"]
     assert ("next", "features") not in loss.in_keys
     assert loss(batch)["loss_actor"].isfinite()
@@ -403,8 +389,7 @@ def test_a_critic_of_ones_own():
             return self.number * observation.sum(-1, keepdim=True)
 
     networks, batch = Networks(), rows()
-    loss = ACERContinuousLoss(networks.actor(), OneNumber())
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERContinuousLoss(networks.actor(), OneNumber()))
     result = loss(batch)
     assert torch.autograd.grad(result["loss_value"], loss.sdn.number)[0] != 0
 
@@ -441,6 +426,5 @@ def test_statistics_of_another_name():
 def test_values_of_another_shape():
     setting = Setting()
     setting.networks.critic.value_net = nn.Linear(HIDDEN, 2).double()
-    setting.loss = ACERContinuousLoss(setting.networks.actor(), setting.networks.critic)
-    SoftUpdate(setting.loss, eps=0.75)
+    setting.loss = averaged(ACERContinuousLoss(setting.networks.actor(), setting.networks.critic))
     refuses(setting, rows(), ValueError, r"sdn.*\(4, 9, 2\)")

@@ -74,6 +74,7 @@ def test_reductions(acer, mask, weighted):
     weight = torch.rand(batch.shape, dtype=torch.float64) if weighted else torch.ones(batch.shape)
     valid = batch["collector", "mask"] if mask else torch.ones(batch.shape, dtype=torch.bool)
     single = setting.loss(batch)
+    torch.testing.assert_close(setting.loss.critic_coeff * batch["td_error"], single["loss_qvalue"])
     if weighted:
         # with a last dimension of 1 or without
         batch["priority_weight"] = weight.unsqueeze(-1) if acer is discrete else weight

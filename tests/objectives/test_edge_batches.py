@@ -7,15 +7,12 @@ import torch
 from torch import nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution
 from torchrl.modules import MaskedCategorical, OneHotCategorical, TanhNormal
-from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
+from tests.objectives.trajectories import averaged
 from torchrl_replay_ext import ACERLoss
-from torchrl_replay_ext.functional import (
-    importance_ratio,
-    retrace,
-)
+from torchrl_replay_ext.functional import importance_ratio, retrace
 
 
 class Impossible(nn.Module):
@@ -29,21 +26,15 @@ class Impossible(nn.Module):
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_zeros_in_place_of_probabilities_are_refused(mask):
-    setting, batch = discrete.Setting(), discrete.rows(key="probs", mask=mask)
-    setting.loss.set_keys(behaviour="probs")
+@pytest.mark.parametrize("key", ["probs", "scale"])
+def test_zeros_in_place_of_probabilities_or_scales_are_refused(key, mask):
+    if key == "probs":
+        setting, batch = discrete.Setting(behaviour_key=key), discrete.rows(key=key, mask=mask)
+    else:
+        setting, batch = continuous.Setting(), continuous.rows(mask=mask)
     setting.loss(batch)  # zeros in masked steps are none of the loss's business
-    batch["probs"][2, 1:3] = 0
-    with pytest.raises(ValueError, match=r"'probs' of the behaviour policy is not > 0 in 2 steps.*init_random_frames"):
-        setting.loss(batch)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_zeros_in_place_of_a_scale_are_refused(mask):
-    setting, batch = continuous.Setting(), continuous.rows(mask=mask)
-    setting.loss(batch)
-    batch["scale"][2, 1, 0] = 0
-    with pytest.raises(ValueError, match=r"'scale' of the behaviour policy is not > 0 in 1 steps.*init_random_frames"):
+    batch[key][2, 1:3] = 0
+    with pytest.raises(ValueError, match=rf"'{key}' of the behaviour policy is not > 0 in 2 steps.*init_random_frames"):
         setting.loss(batch)
 
 
@@ -78,8 +69,7 @@ def test_impossible_actions_may_have_infinite_values():
     networks = setting.networks
     networks.policy_head = nn.Sequential(networks.policy_head, Impossible())
     networks.value_head = nn.Sequential(networks.value_head, Impossible())
-    loss = ACERLoss(networks.actor(), networks.critic())
-    SoftUpdate(loss, eps=0.9)
+    loss = averaged(ACERLoss(networks.actor(), networks.critic()))
     result = loss(batch)
     assert all(value.isfinite() for value in result.values())
     found = torch.autograd.grad(result["loss_actor"] + result["loss_qvalue"], setting.parameters)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributions import Categorical
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
-from torchrl.objectives import SoftUpdate
 
+from tests.objectives.trajectories import averaged
 from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
 
 OBSERVATION, HIDDEN, ACTIONS, GAMMA = 3, 5, 4, 0.9
@@ -130,8 +130,7 @@ def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_ti
 
 def test_acer_keeps_the_hidden_states_of_episodes_apart():
     setting = Recurrent()
-    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none")
-    SoftUpdate(loss, eps=0.9)
+    loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
     batch = setting.rows.exclude("expected")
     result = loss(batch)
     taken = setting.rows["expected", "q"].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
@@ -152,8 +151,7 @@ def replay_of_slices(setting, anchors, slice_len=4):
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their_start(prioritized):
     setting = Recurrent()
-    loss = ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none")
-    SoftUpdate(loss, eps=0.9)
+    loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
     slices = replay_of_slices(setting, ProportionalSampler() if prioritized else "uniform").sample().reshape(-1, 4)
     valid, inside = slices["collector", "mask"], ~slices["is_init"][:, 0].squeeze(-1)
     assert inside.any() and slices["is_init"].any() and not valid.all()

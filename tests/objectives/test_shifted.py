@@ -12,20 +12,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.objectives import SoftUpdate
 
 from tests.emulated_device import EmulatedDevice
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.test_acer_contract import LAYOUTS, both, name_of, setting_of
 from tests.objectives.test_recurrent import Recurrent
-from tests.objectives.test_retrace_estimator import GAMMA, actor, critic, experience, mlp, naive
-from tests.objectives.trajectories import (
-    assert_same,
-    assert_same_gradients_of,
-    gradients,
-    losses,
-)
+from tests.objectives.test_retrace_estimator import GAMMA, critic, estimator_of, experience, mlp, naive
+from tests.objectives.trajectories import assert_same, assert_same_gradients_of, averaged, gradients, losses
 from torchrl_replay_ext import ACERLoss, RetraceEstimator, TrajectoryRetraceSampler
 
 ROWS, TIME = 4, 9
@@ -202,8 +196,7 @@ def test_an_accelerator_is_not_waited_for(acer):
 
 def test_recurrent_networks_are_refused():
     setting = Recurrent()
-    loss = ACERLoss(setting.actor, setting.critic)
-    SoftUpdate(loss, eps=0.9)
+    loss = averaged(ACERLoss(setting.actor, setting.critic))
     rows: Any = setting.rows
     batch = rows.exclude("expected")
     with pytest.raises(ValueError, match=r"ACERLoss\(shifted=True\): a recurrent network .* use shifted=False"):
@@ -222,8 +215,7 @@ def test_networks_that_read_the_start_of_episodes_are_refused():
         in_keys=["observation", "is_init"],
         out_keys=["action_value"],
     )
-    loss = ACERLoss(setting.networks.actor(), reader)
-    SoftUpdate(loss, eps=0.9)
+    loss = averaged(ACERLoss(setting.networks.actor(), reader))
     loss(batch.clone())
     with pytest.raises(ValueError, match="recurrent"):
         loss(batch, shifted=True)
@@ -247,14 +239,7 @@ def test_the_estimator_has_the_targets_of_a_loop(policy, time_dim):
     value, pi = mlp(), mlp()
     batch = episodes_of(experience(6, 11))
     assert batch["next", "terminated"][:, :-1].any() and batch["next", "done"].any()
-    estimator = RetraceEstimator(
-        gamma=GAMMA,
-        value_network=critic(value),
-        actor_network=actor(pi),
-        policy=policy,
-        time_dim=time_dim,
-        shifted=True,
-    )
+    estimator = estimator_of(value, pi, policy=policy, time_dim=time_dim, shifted=True)
     shaped = batch if time_dim else batch.transpose(0, 1)
     with states_evaluated(value) as counts:
         result = estimator.value_estimate(shaped)

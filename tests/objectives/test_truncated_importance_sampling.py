@@ -8,13 +8,13 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
 from torchrl.modules import TanhNormal
-from torchrl.objectives import SoftUpdate
 
 from tests.objectives.test_acer_continuous import BOTH, LOC, Networks, Setting, on_policy, policy_step, rows
 from tests.objectives.trajectories import (
     Sums,
     assert_agrees,
     assert_same_gradients,
+    averaged,
     episodes,
     gradients,
     losses,
@@ -132,8 +132,7 @@ class Values(nn.Module):
 
 
 def test_the_critic_needs_state_values_only():
-    loss = ACERContinuousLoss(Networks().actor(), Values(), returns=TIS)
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERContinuousLoss(Networks().actor(), Values(), returns=TIS))
     result = loss(rows())
     assert all(g.any() for g in torch.autograd.grad(result["loss_value"], list(loss.sdn.parameters())))
 
@@ -148,7 +147,6 @@ def test_neither_q_learns_nor_are_actions_drawn():
 
 
 def test_values_of_another_shape():
-    loss = ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS)
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS))
     with pytest.raises(ValueError, match=r"state_value returned V of shape \(4, 9, 2\), expected \(4, 9, 1\)"):
         loss(rows())

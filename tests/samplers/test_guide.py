@@ -63,6 +63,13 @@ def test_in_graphs(linear_sampler):
     drive(as_graphs(buffer(linear_sampler(beta=1.0))), "cpu")
 
 
+def test_td_errors_that_are_infinite_are_refused(linear_sampler):
+    rb = buffer(linear_sampler())
+    rb.extend(TensorDict({"number": torch.arange(6)}, [6]))
+    with pytest.raises(ValueError, match=r"td_error|TD error"):
+        rb.update_priority(torch.arange(2), torch.tensor([1.0, float("inf")]))
+
+
 def test_on_an_accelerator(linear_sampler):
     with EmulatedDevice("torchrl_replay_ext", "tests"):
         drive(buffer(linear_sampler(beta=1.0), "emulated"), "emulated")

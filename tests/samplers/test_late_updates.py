@@ -243,34 +243,6 @@ def repeated(model: Model, batches: list[Drawn]) -> list[Drawn]:
 
 
 WAYS = [whole, split, shuffled, concatenated, repeated]
-every_way = pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-
-
-@some_samplers
-@both_buffers
-@every_way
-def test_rows_that_come_back_before_the_next_write_are_applied(name, ndim, stock, way):
-    model = Model(name, ndim, stock)
-    for size in (1, 4, 16):
-        for drawn in way(model, [model.draw(size) for _ in range(4)]):
-            model.hand_back(drawn)
-        model.write(5)
-    assert model.stats("dropped_updates") == 0
-
-
-@some_samplers
-@both_buffers
-@every_way
-def test_rows_that_come_back_after_writes_reach_what_was_drawn_alone(name, ndim, stock, way):
-    """While updates are outstanding, the ring is overwritten in part or completely, and drawn from again."""
-    model = Model(name, ndim, stock)
-    for size in (1, 4, 16):
-        for written in (2, 5, 12, 20):
-            batches = [model.draw(size), model.draw(size)]
-            model.write(written)
-            batches += [model.draw(size), model.draw(size)]
-            for drawn in way(model, batches):
-                model.hand_back(drawn)
 
 
 @pytest.mark.parametrize("first", ["oldest", "newest", "any"])
@@ -381,15 +353,3 @@ def test_draws_without_updates_cost_few_of_the_others():
         batch["td_error"] = torch.rand(32)
         buffer.update_tensordict_priority(batch)
     assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 500
-
-
-@both_buffers
-def test_batches_of_a_buffer_that_was_emptied_are_late(stock):
-    buffer = buffer_with(ProportionalSampler(20), 20, compilable=not stock)
-    buffer.extend(rows(20))
-    batch = buffer.sample(16)
-    buffer.empty()
-    buffer.extend(rows(20, first=20))
-    batch["td_error"] = torch.full((16,), 9.0)
-    buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.stats()["max_priority"] == 1 and buffer.sampler.stats()["dropped_updates"] == 16

@@ -5,19 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import (
-    Refuses,
-    ReplayWithReference,
-    probabilities,
-)
+from tests.samplers.experience import Refuses, ReplayWithReference, probabilities
 from torchrl_replay_ext import Anneal, ProportionalSampler
 
 buffer_of = partial(data.buffer_of, ProportionalSampler)
@@ -56,54 +50,6 @@ def test_squared_td_errors_are_rooted_and_eps_is_added_to_the_root():
     torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
 
 
-def test_defaults():
-    sampler = ProportionalSampler(8)
-    assert [float(sampler.alpha), float(sampler.beta)] == pytest.approx([0.6, 0.4])
-
-
-def test_alpha_0_is_uniform():
-    buffer = filled([1.0, 20.0, 0.3, 0.0], alpha=0.0)
-    torch.testing.assert_close(probabilities(buffer), torch.full((4,), 0.25, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("td_error", ["squared", "absolute"])
-@pytest.mark.parametrize("layout", ["single", "two_dim"])
-def test_long_random_sequences(layout, td_error):
-    replay = ReplayWithReference("per", layout=layout, capacity=14, num_envs=2, td_error=td_error, alpha=0.7, seed=1)
-    for _ in range(150):
-        replay.random_operation()
-        replay.check()
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    capacity=st.integers(1, 9),
-    layout=st.sampled_from(["single", "two_dim"]),
-    num_envs=st.integers(1, 3),
-    alpha=st.sampled_from([0.0, 0.6, 1.0]),
-    seed=st.integers(0, 2**16),
-    operations=st.integers(0, 25),
-)
-def test_any_sequence(capacity, layout, num_envs, alpha, seed, operations):
-    replay = ReplayWithReference("per", layout=layout, capacity=capacity, num_envs=num_envs, alpha=alpha, seed=seed)
-    for _ in range(operations):
-        replay.random_operation()
-    replay.extend(1)
-    replay.check()
-
-
-def test_new_items_get_the_running_maximum():
-    buffer = buffer_of(6, alpha=1.0, eps=0.0, td_error="absolute")
-    buffer.extend(items(2))
-    buffer.update_priority(torch.tensor([0, 1]), torch.tensor([0.25, 0.5]))
-    buffer.extend(items(1))  # nothing above the initial maximum of 1 was seen
-    buffer.update_priority(torch.tensor([0]), torch.tensor([4.0]))
-    buffer.update_priority(torch.tensor([0]), torch.tensor([0.25]))  # the maximum does not come down again
-    buffer.add(items(1)[0])
-    expected = torch.tensor([0.25, 0.5, 1.0, 4.0], dtype=torch.float64)
-    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-6, atol=0.0)
-
-
 @pytest.mark.parametrize("td_error", ["squared", "absolute"])
 def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_error):
     for seed in range(50):
@@ -112,13 +58,6 @@ def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_erro
         buffer.sampler.check_valid()
         buffer.extend(items(2))
         buffer.sampler.check_valid()
-
-
-def test_of_duplicates_in_one_update_the_last_wins():
-    buffer = filled([1.0, 1.0, 1.0], alpha=1.0)
-    buffer.update_priority(torch.tensor([1, 0, 1, 1]), torch.tensor([7.0, 2.0, 5.0, 3.0]))
-    expected = torch.tensor([2.0, 3.0, 1.0], dtype=torch.float64) / 6
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("form", [int, torch.tensor, lambda slot: torch.tensor([slot])])
@@ -230,11 +169,12 @@ def test_stratified_marginals():
 # --- importance weights
 
 
+@pytest.mark.parametrize(("kind", "layout"), [("per", "two_dim"), ("reaper", "uneven")])
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights(weight_norm, beta):
+def test_weights(kind, layout, weight_norm, beta):
     replay = ReplayWithReference(
-        "per", layout="two_dim", capacity=24, num_envs=3, alpha=0.6, beta=beta, weight_norm=weight_norm, seed=5
+        kind, layout=layout, capacity=24, num_envs=3, alpha=0.6, beta=beta, weight_norm=weight_norm, seed=5
     )
     for _ in range(20):
         replay.random_operation()

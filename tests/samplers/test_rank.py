@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.data import buffer_with
-from tests.samplers.experience import ReplayWithReference, probabilities, sorted_within
+from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import Anneal, RankBasedSampler
 from torchrl_replay_ext.functional import rank_probabilities
 
@@ -48,15 +48,6 @@ def test_rank_probabilities_are_those_of_a_loop():
         rank_probabilities(0, 0.7)
     with pytest.raises(ValueError, match="alpha"):
         rank_probabilities(3, -1.0)
-
-
-@pytest.mark.parametrize("capacity", [1, 7, 40])
-def test_life_of_new_updated_and_overwritten_items(capacity):
-    replay = ReplayWithReference("rank", capacity=capacity, seed=1, alpha=0.9, td_error="absolute")
-    for _ in range(120):
-        replay.random_operation()
-        replay.check(rtol=1e-9, atol=0)
-        replay.sampler.check_valid()
 
 
 def test_draws_follow_the_probabilities():
@@ -134,32 +125,6 @@ def test_piecewise_segments(num, batch, alpha, distance):
         assert total_variation(found, torch.tensor(exact).double() / normalizer) == pytest.approx(distance, abs=0.002)
     weights = found.min() / found[sample["index"]]
     torch.testing.assert_close(sample["priority_weight"].double(), weights, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("change", ["drawn anew", "smaller", "of another scale", "equal"])
-def test_ranks_are_never_stale(change):
-    """Draws, updates and writes in turns: P is that of the exact order, up to ties."""
-    torch.manual_seed(0)
-    num = 3000
-    td_error = torch.rand(num) + 1e-3
-    rb = filled(td_error)
-    ranked = rank_probabilities(num, 0.7)
-    for step in range(60):
-        batch = rb.sample(32)
-        slots = batch["index"]
-        new = {"drawn anew": torch.rand(32), "smaller": td_error[slots] * torch.rand(32), "equal": torch.ones(32)}
-        for slot, error in zip(slots.tolist(), new.get(change, torch.randn(32).exp()).tolist(), strict=True):
-            td_error[slot] = error
-        batch["td_error"] = td_error[slots]
-        rb.update_tensordict_priority(batch)
-        rb.extend(rows(1))
-        assert int(probabilities(rb).argmax()) == step
-        td_error[step] = 1e3
-        expected = torch.empty(num, dtype=torch.float64)
-        expected[td_error.argsort(descending=True)] = ranked
-        bucket = bucket_of(td_error)
-        torch.testing.assert_close(sorted_within(bucket, probabilities(rb)), sorted_within(bucket, expected))
-        rb.sampler.check_valid()
 
 
 @pytest.mark.parametrize("segments", ["exact", "piecewise"])

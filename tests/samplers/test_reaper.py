@@ -4,29 +4,19 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import data
 from tests.chi_square import p_value
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import (
     INTERRUPTED,
-    LAYOUTS,
     Refuses,
     ReplayWithReference,
     Step,
     probabilities,
     transitions,
 )
-from torchrl_replay_ext import (
-    Anneal,
-    ProportionalSampler,
-    ReaPERSampler,
-)
-
-STREAMS = [("interleaved", 2), ("interleaved", 3), ("env_major", 3), ("uneven", 3), ("uneven", 5), ("two_dim", 3)]
-
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
 
 buffer_of = partial(data.buffer_of, ReaPERSampler)
 
@@ -59,23 +49,6 @@ def test_finished_and_ongoing_episodes_by_hand():
     buffer.extend(transitions(episode(0, 3) + episode(1, 2, end=None)))
     buffer.update_priority(torch.arange(5), torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0]))
     assert_psi(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
-
-
-def test_exponents_and_squared_td_errors_by_hand():
-    buffer = buffer_of(4, alpha=0.5, omega=0.5, eps=1.0, td_error="squared")
-    buffer.extend(transitions(episode(0, 2)))
-    buffer.update_priority(torch.arange(2), torch.tensor([4.0, 25.0]))  # d = 3, 6; R = 1/3, 1
-    assert_psi(buffer, [(1 / 3) ** 0.5 * 3**0.5, 6**0.5])
-
-
-def test_an_overwritten_head_leaves_the_sums():
-    buffer = buffer_of(4, **plain())
-    buffer.extend(transitions(episode(0, 3)))
-    buffer.update_priority(torch.arange(3), torch.tensor([5.0, 1.0, 3.0]))
-    assert_psi(buffer, [5 * 5 / 9, 6 / 9, 3.0])
-    buffer.extend(transitions(episode(1, 2)))  # slots 3 and 0; new items have d = 5, and their episode has ended
-    buffer.update_priority(torch.tensor([3, 0]), torch.tensor([1.0, 1.0]))
-    assert_psi(buffer, [1.0, 1 / 4, 3.0, 0.5])
 
 
 # --- new transitions (refinement I)
@@ -152,26 +125,6 @@ def test_a_two_dimensional_storage_may_round_its_size_up():
 # --- against the naive reference
 
 
-@pytest.mark.parametrize(("seed", "truncated"), [(0, "finished"), (1, "ongoing")])
-@pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("single_with_ids", 1), *STREAMS])
-def test_long_random_sequences(layout, num_envs, truncated, seed):
-    replay = ReplayWithReference(
-        "reaper",
-        layout=layout,
-        num_envs=num_envs,
-        capacity=23 + seed,
-        alpha=0.5,
-        omega=0.7,
-        truncated=truncated,
-        td_error=["squared", "absolute"][seed],
-        seed=seed,
-        end_probability=[0.2, 0.05][seed],
-    )
-    for _ in range(150):
-        replay.random_operation()
-        replay.check()
-
-
 @pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("uneven", 5)])
 def test_large_buffers(layout, num_envs):
     replay = ReplayWithReference("reaper", layout=layout, num_envs=num_envs, capacity=600, end_probability=0.02, seed=9)
@@ -180,36 +133,6 @@ def test_large_buffers(layout, num_envs):
         replay.extend(120)
         replay.update_directly(100)
         replay.update(replay.sample(64))
-    replay.check()
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    capacity=st.integers(1, 12),
-    num_envs=st.integers(1, 4),
-    truncated=st.sampled_from(["finished", "ongoing"]),
-    alpha=st.sampled_from([0.0, 0.4, 1.0]),
-    omega=st.sampled_from([0.0, 0.2, 1.0]),
-    end_probability=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    seed=st.integers(0, 2**16),
-    operations=st.integers(0, 20),
-)
-def test_any_sequence(layout, capacity, num_envs, truncated, alpha, omega, end_probability, seed, operations):
-    replay = ReplayWithReference(
-        "reaper",
-        layout=layout,
-        capacity=max(capacity, num_envs),
-        num_envs=num_envs,
-        truncated=truncated,
-        alpha=alpha,
-        omega=omega,
-        end_probability=end_probability,
-        seed=seed,
-    )
-    for _ in range(operations):
-        replay.random_operation()
-    replay.extend(1)
     replay.check()
 
 
@@ -283,26 +206,6 @@ def test_draws_are_exact_however_many_proposals_are_rejected(omega, length, zero
     number = torch.where(rare, 0, 1 + (~rare).cumsum(0) - 1)
     expected = torch.zeros(int(number.max()) + 1, dtype=torch.float64).index_add_(0, number, p)
     assert p_value(number[index], expected) > 1e-4
-
-
-# --- importance weights
-
-
-@pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights(weight_norm, beta):
-    replay = ReplayWithReference(
-        "reaper", layout="uneven", capacity=24, num_envs=3, omega=0.6, beta=beta, weight_norm=weight_norm, seed=5
-    )
-    for _ in range(20):
-        replay.random_operation()
-        batch = replay.sample(9)
-        weight = batch["priority_weight"]
-        assert weight.dtype == torch.float32 and weight.shape == (9,)
-        expected = torch.tensor(replay.reference.weights(replay.slots(batch["index"])), dtype=torch.float32)
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-7)
-        assert beta or (weight == 1).all()
-        replay.update(batch)
 
 
 # --- alpha, omega and beta

@@ -11,10 +11,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from tests import data
 from tests.chi_square import p_value
 from tests.data import rows
-from torchrl_replay_ext import (
-    Anneal,
-    RecencySampler,
-)
+from torchrl_replay_ext import Anneal, RecencySampler
 
 DRAWS, LEVEL = 20_000, 1e-4
 

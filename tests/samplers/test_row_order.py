@@ -8,10 +8,7 @@ from tests.data import buffer_with, event_sampler, linear_policy, random_rows
 from tests.operations import CASES, SLICE, Driven
 from tests.params import slow_but
 from tests.sharding.shards import PARTS, fill, set_priorities, sharded, whole
-from torchrl_replay_ext import (
-    DecoupledSampler,
-    ProportionalSampler,
-)
+from torchrl_replay_ext import DecoupledSampler, ProportionalSampler
 
 ROWS, DRAWS = 4, 400
 

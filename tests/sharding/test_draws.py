@@ -23,12 +23,7 @@ from tests.sharding.shards import (
     transitions,
     whole,
 )
-from torchrl_replay_ext import (
-    Anneal,
-    ProportionalSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
-)
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler, TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.shard import Report
 
 

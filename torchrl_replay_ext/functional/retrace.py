@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import overload
 
 import torch
 from torch import Tensor
+
+from torchrl_replay_ext.arguments import require_number
+
+UNIT_INTERVAL = partial(require_number, valid=lambda x: 0 <= x <= 1, rule="in [0, 1]")
+THRESHOLD = partial(require_number, valid=lambda x: x >= 0, rule=">= 0; use math.inf for no truncation")
+POWER = partial(require_number, valid=lambda x: 0 < x < math.inf, rule="> 0 and finite")
 
 
 def max_log_ratio(dtype: torch.dtype) -> float:
@@ -21,8 +28,8 @@ def log_ratio(log_p: Tensor, log_q: Tensor, power: float = 1.0) -> Tensor:
 
 
 def _require_discount(name: str, gamma: float | Tensor) -> None:
-    if not isinstance(gamma, Tensor) and not 0 <= gamma <= 1:
-        raise ValueError(f"{name}(gamma={gamma}): gamma must be in [0, 1].")
+    if not isinstance(gamma, Tensor):
+        UNIT_INTERVAL(name, "gamma", gamma)
 
 
 def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
@@ -193,14 +200,9 @@ def retrace(
                 [2.]])
     """
     _require_discount("retrace", gamma)
-    if not 0 <= lmbda <= 1:
-        raise ValueError(f"retrace(lmbda={lmbda}): lmbda must be in [0, 1].")
-    if not rho_thresh >= 0:
-        raise ValueError(f"retrace(rho_thresh={rho_thresh}): rho_thresh must be >= 0; use math.inf for no truncation.")
-    if not 0 < rho_power < math.inf:
-        raise ValueError(
-            f"retrace(rho_power={rho_power}): rho_power must be > 0 and finite; use q_opc for traces without ρ."
-        )
+    UNIT_INTERVAL("retrace", "lmbda", lmbda)
+    THRESHOLD("retrace", "rho_thresh", rho_thresh)
+    POWER("retrace", "rho_power", rho_power)
     _require_shape("retrace", action_value.shape, log_pi=log_pi, log_mu=log_mu)
     trace = lmbda * importance_ratio(log_pi, log_mu, rho_power).clamp_max(rho_thresh)
     return off_policy_trace_return(
@@ -250,8 +252,7 @@ def q_opc(
                 [2.]])
     """
     _require_discount("q_opc", gamma)
-    if not 0 <= lmbda <= 1:
-        raise ValueError(f"q_opc(lmbda={lmbda}): lmbda must be in [0, 1].")
+    UNIT_INTERVAL("q_opc", "lmbda", lmbda)
     trace = torch.full_like(action_value, lmbda)
     return off_policy_trace_return(
         gamma, trace, action_value, next_state_value, reward, done, terminated, time_dim=time_dim
@@ -376,8 +377,7 @@ def trust_region_projection(
         >>> trust_region_projection(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 0.0]), 1.0)
         (tensor([1., 1.]), tensor(True))
     """
-    if not delta >= 0:
-        raise ValueError(f"trust_region_projection(delta={delta}): delta must be >= 0.")
+    require_number("trust_region_projection", "delta", delta, lambda x: x >= 0, ">= 0")
     gs, ks = ((x,) if isinstance(x, Tensor) else tuple(x) for x in (g, k))
     if [x.shape for x in gs] != [x.shape for x in ks]:
         raise ValueError(

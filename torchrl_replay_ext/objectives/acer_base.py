@@ -18,17 +18,12 @@ from torchrl.objectives import LossModule
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_finite, require_number
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
 from torchrl_replay_ext.functional import importance_sampling_return, retrace, trust_region_projection
-from torchrl_replay_ext.functional.retrace import log_ratio, max_log_ratio
+from torchrl_replay_ext.functional.retrace import THRESHOLD, UNIT_INTERVAL, log_ratio, max_log_ratio
 from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, entries_read, require_shape
 
 # Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.
 Check = Callable[[str, str, Any], Any]
 _BEHAVIOUR = f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution"
-
-
-def number(valid: Callable[[float], bool], rule: str) -> Check:
-    """Make the check of a number; ``rule`` completes "must be" in its error."""
-    return partial(require_number, valid=valid, rule=rule)
 
 
 def _reduction(owner: str, name: str, value: Any) -> str:
@@ -43,9 +38,6 @@ def coefficient(owner: str, name: str, value: Any) -> float | Tensor:
     if value.numel() != 1 or values_can_be_read(value):
         require_finite(owner, name, value)
     return value
-
-
-UNIT_INTERVAL = number(lambda x: 0 <= x <= 1, "in [0, 1]")
 
 
 def inverse(log_p: Tensor) -> Tensor:
@@ -124,9 +116,9 @@ class ACERBase(LossModule):
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
         "gamma": UNIT_INTERVAL,
         "lmbda": UNIT_INTERVAL,
-        "c": number(lambda x: x >= 0, ">= 0; use math.inf for importance sampling without truncation"),
-        "delta": number(lambda x: x >= 0, ">= 0; use trust_region=False for no trust region"),
-        "retrace_thresh": number(lambda x: x >= 0, ">= 0"),
+        "c": THRESHOLD,
+        "delta": partial(require_number, valid=lambda x: x >= 0, rule=">= 0; use trust_region=False for none"),
+        "retrace_thresh": THRESHOLD,
         "trust_region": require_bool,
         "returns": partial(require_choice, choices=("retrace", "importance_sampling")),
         "reduction": _reduction,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +11,19 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
+from torchrl_replay_ext.functional.retrace import POWER
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
-from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient, number
+from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
 from torchrl_replay_ext.objectives.shifted import ShiftedStates
 from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
-_HALF_LOG_2PI = math.log(2 * math.pi) / 2
 _TRUNCATED = "truncated_importance_sampling"
-_POWER = number(lambda x: 0 < x < math.inf, "> 0 and finite, or None")
 
 
 def _statistics(owner: str, name: str, value: Any) -> tuple[str, ...]:
@@ -32,20 +31,13 @@ def _statistics(owner: str, name: str, value: Any) -> tuple[str, ...]:
     return require_choice(owner, name, names, _STATISTICS)
 
 
-class _Gaussian:
-    """Diagonal Gaussians with mean and standard deviation [*B, T, A]."""
+def _gaussian(loc: Tensor, scale: Tensor) -> Normal:
+    return Normal(loc, scale, validate_args=False)
 
-    def __init__(self, loc: Tensor, scale: Tensor):
-        self.loc, self.scale = loc, scale
 
-    def log_prob(self, actions: Tensor) -> Tensor:
-        """Log-densities [*B, T, m, 1] of m actions per state, [*B, T, m, A]."""
-        whitened = (actions - self.loc.unsqueeze(-2)) / self.scale.unsqueeze(-2)
-        return -(whitened.square() / 2 + self.scale.log().unsqueeze(-2) + _HALF_LOG_2PI).sum(-1, keepdim=True)
-
-    def entropy(self) -> Tensor:
-        """The entropy, [*B, T]."""
-        return (self.scale.log() + _HALF_LOG_2PI + 0.5).sum(-1)
+def _log_prob(policy: Normal, actions: Tensor) -> Tensor:
+    """Log-densities [*B, T, m, 1] of m actions per state, [*B, T, m, A]."""
+    return _gaussian(policy.loc.unsqueeze(-2), policy.scale.unsqueeze(-2)).log_prob(actions).sum(-1, keepdim=True)
 
 
 class ACERContinuousLoss(ACERBase):
@@ -173,7 +165,7 @@ class ACERContinuousLoss(ACERBase):
         **ACERBase._ARGUMENTS,
         "statistics": _statistics,
         "num_samples": require_integer,
-        "rho_power": lambda owner, name, value: None if value is None else _POWER(owner, name, value),
+        "rho_power": lambda owner, name, value: None if value is None else POWER(owner, name, value),
         "use_q_opc": require_bool,
         "returns": partial(require_choice, choices=("retrace", "importance_sampling", _TRUNCATED)),
         "value_coeff": coefficient,
@@ -259,7 +251,7 @@ class ACERContinuousLoss(ACERBase):
                     return self.sdn.state_value(following.get(key))
                 return shift.next_value(torch.cat([value, self.sdn.state_value(shift.separate.get(key))], -2))
 
-        policy = _Gaussian(*self._policy(rows.data))
+        policy = _gaussian(*self._policy(rows.data))
         action = rows.data.get(self.tensor_keys.action)
         if action.shape != policy.loc.shape or not action.is_floating_point():
             raise ValueError(
@@ -268,32 +260,25 @@ class ACERContinuousLoss(ACERBase):
                 "mean."
             )
         with torch.no_grad():
-            average = _Gaussian(*self._policy(rows.data, average=True))
-            mu = _Gaussian(*self._statistics(rows, policy.loc))
+            average = _gaussian(*self._policy(rows.data, average=True))
+            mu = _gaussian(*self._statistics(rows, policy.loc))
             self._require_written(self.tensor_keys.behaviour_scale, mu.scale.amin(-1), rows)
             raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
         terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):
-            actions, weights, terms = terms_of(rows, state.get(key), raw, policy, mu, next_value)
+            actions, weights, terms = terms_of(rows, raw, policy, mu, next_value)
         with torch.no_grad():
             g, k, kl = self._gradients(actions, weights, policy, average)
         phi = torch.cat([policy.loc, policy.scale][: len(self.statistics)], -1)
-        return Terms(phi=phi, g=g, k=k, kl=kl, entropy=policy.entropy(), **terms)
+        return Terms(phi=phi, g=g, k=k, kl=kl, entropy=policy.entropy().sum(-1), **terms)
 
     def _acer_terms(
-        self,
-        rows: Trajectories,
-        observation: Tensor,
-        raw: Tensor,
-        policy: _Gaussian,
-        mu: _Gaussian,
-        next_value_of: Callable[[Tensor], Tensor],
+        self, rows: Trajectories, raw: Tensor, policy: Normal, mu: Normal, next_value_of: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The terms of Algorithm 3.
 
         Args:
             rows: the batch.
-            observation: the input of the critic for x_t.
             raw: the actions taken, before any tanh, [*B, T, A].
             policy: the current policy.
             mu: the behaviour policy.
@@ -307,9 +292,10 @@ class ACERContinuousLoss(ACERBase):
             drawn = self.sample_actions(policy.loc, policy.scale, self.num_samples + 1)
             # a_t and a'_t
             both = torch.stack([raw, drawn[..., 0, :]], -2)
-            log_pi, log_mu = policy.log_prob(both), mu.log_prob(both)
+            log_pi, log_mu = _log_prob(policy, both), _log_prob(mu, both)
             seen = drawn.tanh() if self._squashed else drawn
             actions = torch.stack([rows.data.get(self.tensor_keys.action), seen[..., 0, :]], -2)
+        observation = rows.data.get(self.tensor_keys.observation)
         q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
         next_value, shape = next_value_of(value), rows.reward.shape
         if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
@@ -336,16 +322,10 @@ class ACERContinuousLoss(ACERBase):
         return both, weights, {**terms, "v_loss": self._value_loss(rows, value_weight, target - value)}
 
     def _truncated_terms(
-        self,
-        rows: Trajectories,
-        observation: Tensor,
-        raw: Tensor,
-        policy: _Gaussian,
-        mu: _Gaussian,
-        next_value_of: Callable[[Tensor], Tensor],
+        self, rows: Trajectories, raw: Tensor, policy: Normal, mu: Normal, next_value_of: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The terms of truncated importance sampling, App. E.2; arguments and result are those of ``_acer_terms``."""
-        value = self.sdn.state_value(observation)
+        value = self.sdn.state_value(rows.data.get(self.tensor_keys.observation))
         next_value = next_value_of(value)
         if not value.shape == next_value.shape == rows.reward.shape:
             raise ValueError(
@@ -354,7 +334,7 @@ class ACERContinuousLoss(ACERBase):
             )
         zero, actions = torch.zeros_like(value), raw.unsqueeze(-2)
         with torch.no_grad():
-            log_rho = (policy.log_prob(actions) - mu.log_prob(actions)).squeeze(-2)
+            log_rho = (_log_prob(policy, actions) - _log_prob(mu, actions)).squeeze(-2)
             # the log of the product is a return without discount of the rewards log ρ
             log_product = importance_sampling_return(1.0, zero, zero, zero, log_rho, rows.done)
             rho = importance_ratio(log_product, zero).clamp_max(self.c)
@@ -368,7 +348,7 @@ class ACERContinuousLoss(ACERBase):
         return self.value_coeff * (rows.fill(weight) * rows.fill(error).square()).squeeze(-1)
 
     def _gradients(
-        self, actions: Tensor, weights: Tensor, policy: _Gaussian, average: _Gaussian
+        self, actions: Tensor, weights: Tensor, policy: Normal, average: Normal
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute g of Eq. 16 and k of Eq. 12, [*B, T, A] or [*B, T, 2 A], and the KL divergence [*B, T].
 
@@ -377,9 +357,9 @@ class ACERContinuousLoss(ACERBase):
         difference, variance = actions - policy.loc.unsqueeze(-2), policy.scale.square()
         score = difference / variance.unsqueeze(-2)
         shift = policy.loc - average.loc
-        spread = average.scale.square() + shift.square()
         g, k = (weights * score).sum(-2), shift / variance
         if "scale" in self.statistics:
             g_scale = (weights * (score * difference - 1)).sum(-2) / policy.scale
+            spread = average.scale.square() + shift.square()
             g, k = torch.cat([g, g_scale], -1), torch.cat([k, (1 - spread / variance) / policy.scale], -1)
-        return g, k, ((policy.scale / average.scale).log() + spread / (2 * variance) - 0.5).sum(-1)
+        return g, k, kl_divergence(average, policy).sum(-1)

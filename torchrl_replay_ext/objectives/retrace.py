@@ -20,7 +20,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_replay_ext.arguments import require_bool, require_choice
 from torchrl_replay_ext.functional import retrace
-from torchrl_replay_ext.objectives.acer_base import UNIT_INTERVAL, number
+from torchrl_replay_ext.functional.retrace import POWER, THRESHOLD, UNIT_INTERVAL
 from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities
 from torchrl_replay_ext.objectives.shifted import evaluate_rows
 from torchrl_replay_ext.objectives.trajectory import (
@@ -32,8 +32,6 @@ from torchrl_replay_ext.objectives.trajectory import (
 )
 
 NAME = "retrace"
-_THRESH = number(lambda x: x >= 0, ">= 0; use math.inf for no truncation")
-_POWER = number(lambda x: 0 < x < math.inf, "> 0 and finite")
 
 
 @register_value_estimator(NAME, default_kwargs={"gamma": 0.99, "lmbda": 1.0})
@@ -184,8 +182,8 @@ class RetraceEstimator(ValueEstimatorBase):
         name = "RetraceEstimator"
         self.gamma = UNIT_INTERVAL(name, "gamma", gamma)
         self.lmbda = UNIT_INTERVAL(name, "lmbda", lmbda)
-        self.rho_thresh = _THRESH(name, "rho_thresh", rho_thresh)
-        self.rho_power = _POWER(name, "rho_power", rho_power)
+        self.rho_thresh = THRESHOLD(name, "rho_thresh", rho_thresh)
+        self.rho_power = POWER(name, "rho_power", rho_power)
         self.policy = require_choice(name, "policy", policy, ("actor", "greedy"))
         # like value_network, not a submodule: a loss that holds this estimator must not own its parameters
         self.__dict__["actor_network"] = actor_network
@@ -203,17 +201,15 @@ class RetraceEstimator(ValueEstimatorBase):
             TypeError: if the loss is not supported.
         """
         _require_supported(loss_module, f"RetraceEstimator.for_loss({type(loss_module).__name__})")
-        for key, names in (
-            ("value_network", ("qvalue_network", "value_network")),
-            ("actor_network", ("actor_network",)),
-        ):
-            found = [getattr(loss_module, name, None) for name in names]
+        actor: Any = getattr(loss_module, "actor_network", None)
+        value = getattr(loss_module, "qvalue_network", getattr(loss_module, "value_network", None))
+        for key, network in (("value_network", value), ("actor_network", actor)):
             if hyperparams.get(key) is None:
-                hyperparams[key] = next((network for network in found if network is not None), None)
+                hyperparams[key] = network
         params: Any = getattr(loss_module, "actor_network_params", None)
-        if params is not None and hyperparams["actor_network"] is getattr(loss_module, "actor_network", None):
+        if params is not None and hyperparams["actor_network"] is actor:
             # the network of a loss holds no parameters; the loss keeps them separately
-            hyperparams["actor_network"] = copy.deepcopy(hyperparams["actor_network"])
+            hyperparams["actor_network"] = copy.deepcopy(actor)
             params.to_module(hyperparams["actor_network"], preserve_module_state=False)
         return cls(**hyperparams)
 
