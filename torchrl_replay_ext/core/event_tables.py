@@ -291,7 +291,12 @@ class EventTables(Mapping[str, EventTable]):
         """
         self.remove(slots)
         self.number[torch.from_numpy(slots)] = self.counters[WRITTEN]
-        if len(slots) and not self.is_pinned:
+        if self.is_pinned:
+            # the next write takes the same slots, which are now the last free ones
+            self.counters[[FREE_HEAD, FREE_TAIL]] -= len(slots)
+            queue = self.counters[FREE_HEAD] + torch.arange(len(slots), device="cpu")
+            self.free[queue % self.num_slots] = torch.from_numpy(slots).to(self.free.dtype)
+        elif len(slots):
             self._restart_ring(size, int(slots[0]))
 
     def check_valid(self) -> None:
