@@ -287,6 +287,22 @@ def test_a_write_that_fails_in_the_storage_leaves_pinned_tables_whole(monkeypatc
     assert len(stored[live.unique()].unique()) == len(live.unique())
 
 
+@pytest.mark.parametrize("size", [40, None])
+def test_a_write_that_fails_does_not_end_an_episode(size, monkeypatch):
+    rb, tables = make([("a", 5, "a")], {"a": 10} | ({} if size else {"default": 30}), size)
+    data = scripted(12, p_event=0, p_done=0)
+    data["next", "a"][9] = True
+    rb.extend(data[:8].clone())
+    with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "set", lambda *_arguments, **_keywords: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rb.extend(data[8:].clone())
+    assert contents(rb, tables, "default") == list(range(8))
+    tables.check_valid()
+    rb.extend(data[8:].clone())
+    assert contents(rb, tables, "a") == [5, 6, 7, 8, 9] and contents(rb, tables, "default") == list(range(12))
+
+
 def test_a_storage_that_was_filled_before():
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
     data = scripted(100, seed=6, p_event=0, p_done=0)

@@ -23,8 +23,8 @@ ARRAYS = (
     *("slot_at", "links", "places", "heads", "counts", "capacities", "begins", "number", "before", "free", "counters"),
     *("complete_from", "classes", "journal"),
 )
-# Values of EventTables.places instead of a position, and entries of the counters; see kernels/events.py.
-UNSENT, LEFT = -1, -2
+# The place of a transition that has never been in a list, and entries of the counters; see kernels/events.py.
+UNSENT = -1
 WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
@@ -250,8 +250,9 @@ class EventTables(Mapping[str, EventTable]):
 
     def has_changes_since(self, seen: int) -> bool:
         """True if the journal has all changes since the counter of changes was ``seen``."""
-        end, begin = self.counters[[CHANGES, JOURNAL_BEGIN]].tolist()
-        return max(begin, end - len(self.journal)) <= seen <= end
+        counters = self.counters.numpy()
+        end = counters[CHANGES]
+        return max(counters[JOURNAL_BEGIN], end - len(self.journal)) <= seen <= end
 
     def changes(self, seen: int) -> Tensor:
         """The positions that changed since the counter of changes was ``seen``, and the slots that moved, [n, 2]."""
@@ -290,7 +291,12 @@ class EventTables(Mapping[str, EventTable]):
         """
         self.remove(slots)
         self.number[torch.from_numpy(slots)] = self.counters[WRITTEN]
-        if len(slots) and not self.is_pinned:
+        if self.is_pinned:
+            # the next write takes the same slots, which are now the last free ones
+            self.counters[[FREE_HEAD, FREE_TAIL]] -= len(slots)
+            queue = self.counters[FREE_HEAD] + torch.arange(len(slots), device="cpu")
+            self.free[queue % self.num_slots] = torch.from_numpy(slots).to(self.free.dtype)
+        elif len(slots):
             self._restart_ring(size, int(slots[0]))
 
     def check_valid(self) -> None:
