@@ -206,7 +206,6 @@ def test_values_become_arguments():
         buffer.sample()
         buffer.update_priority(torch.arange(8), torch.rand(8))
     assert buffer.sampler.omega == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
-    assert buffer.sampler.tables.fits(buffer.writer.tables)
     keys = ["replay_buffer.sampler.done_key=[next, finished]"]
     slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
     assert "anchors=ReaPERSampler(capacity=120" in repr(slices)

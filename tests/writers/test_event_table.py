@@ -191,17 +191,19 @@ def test_capacity_can_be_lowered_and_raised_again():
         tables["a"].capacity = 31
 
 
+@pytest.mark.parametrize("on_load", ["truncate", "continue"])
 @pytest.mark.parametrize("history", [1, 2, 9])
-def test_a_state_can_be_loaded_with_another_history(history):
-    """The next event sends as many transitions as the new history says."""
+def test_a_state_can_be_loaded_with_another_history(history, on_load):
+    """The next event sends as many transitions as the new history says, of its own run if the episode was cut."""
     data = scripted(20, p_event=0, p_done=0)
     data["next", "a"][10] = True
     saved, _ = make([("a", 5, "a")], {"a": 20}, 40)
     saved.extend(data[:10].clone())
-    rb, tables = make([("a", history, "a")], {"a": 20}, 40)
+    rb, tables = make([("a", history, "a")], {"a": 20}, 40, on_load=on_load)
     rb.load_state_dict(saved.state_dict())
     rb.extend(data[10:].clone())
-    assert contents(rb, tables, "a") == list(range(11 - history, 11))
+    first = 11 - history if on_load == "continue" else 10
+    assert contents(rb, tables, "a") == list(range(first, 11))
 
 
 def test_a_default_table_that_was_smaller_for_a_while():

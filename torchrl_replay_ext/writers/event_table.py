@@ -7,7 +7,7 @@ import operator
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torchrl_replay_ext._torchrl import (
     shape_and_device,
     stored_data,
 )
-from torchrl_replay_ext.arguments import require_nested_keys
+from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import ARRAYS, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
@@ -94,6 +94,9 @@ class EventTableWriter(CompilableWriter):
             optional only for the default key. Default: ``("collector", "traj_ids")``.
         done_key: entry that marks the end of an episode, bool. Default: ``("next", "done")``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        on_load: what becomes of unfinished episodes when a state is loaded. ``"truncate"`` (default): a later event
+            does not reach their transitions, because a new run begins new episodes. ``"continue"``: the next
+            transitions go on with them, for runs that restore the collector and its environments too.
 
     Raises:
         TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the
@@ -129,14 +132,16 @@ class EventTableWriter(CompilableWriter):
         stream_key: NestedKey | None = _TRAJECTORY,
         done_key: NestedKey = ("next", "done"),
         init_key: NestedKey = "is_init",
+        on_load: OnLoad = "truncate",
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
         require_nested_keys("EventTableWriter", done_key=done_key, init_key=init_key)
+        require_choice("EventTableWriter", "on_load", on_load, get_args(OnLoad))
         if stream_key is not None:
             require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
-        self._tables = tables
+        self._tables, self._on_load = tables, on_load
         self._keys, self._optional = [done_key, init_key], (init_key, _TRAJECTORY)
         if stream_key is not None:
             self._keys.append(stream_key)
@@ -441,7 +446,8 @@ class EventTableWriter(CompilableWriter):
             known = None if self._storage is None else shape_and_device(self._storage)
             tables.allocate(num_slots, tables.device if known is None else known[1])
             tables.load(saved)
-            self._open = {stream: episode for stream, *episode in saved["open"].tolist()}
+            if self._on_load == "continue":
+                self._open = {stream: episode for stream, *episode in saved["open"].tolist()}
         if self._storage is not None:
             # they read the restored tables
             bind_samplers(self._storage)
