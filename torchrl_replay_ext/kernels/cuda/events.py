@@ -8,7 +8,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, mass_of, power, sum_before, tree_of
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
 _UNIT = tl.constexpr(events.UNIT)
@@ -154,11 +154,7 @@ def _masses(
         if is_power:
             valid = (slot >= 0) & (slot < num_slots)
             d = tl.load(of_slot + slot, mask=valid, other=0.0).to(tl.float64)
-            d = tl.where(d < 0, -d, d)
-            exponent = tl.load(alpha)
-            power = tl.exp2(exponent * tl.log2(tl.where(d > 0, d, 1.0)))
-            power = tl.where(exponent == 0, 1.0, tl.where(d > 0, power, 0.0))
-            new = tl.ceil(power * _UNIT).to(tl.int64)
+            new = mass_of(power(tl.abs(d), tl.load(alpha)))
         new = tl.where(slot >= 0, new, 0)
     tl.store(index + rows, position, mask=rows < size)
     tl.store(mass + rows, new, mask=rows < size)
