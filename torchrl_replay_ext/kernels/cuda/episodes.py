@@ -13,8 +13,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
-from torchrl_replay_ext.kernels.cuda.tree import Tree, add, jit, levels_of, place_of, put, tree_of
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS, UNIT
+from torchrl_replay_ext.kernels.cuda.tree import Tree, add, jit, levels_of, mass_of, place_of, put, refresh, tree_of
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, PAGE_BITS
 
 _BITS, _CHILDREN = tl.constexpr(BITS), tl.constexpr(CHILDREN)
 _PAGE_BITS, _LAST_OF_PAGE = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
@@ -152,10 +152,10 @@ def _stop(episodes, memory, lane, mask):
 
 
 @jit
-def _write(slots, lane_of, begins, ended, finished, mass, number, num_rows, memory, episodes):
+def _write(slots, lane_of, begins, ended, finished, d, number, num_rows, memory, episodes):
     num_lanes, none = tl.cast(episodes.num_lanes, tl.int64), tl.cast(episodes.none, tl.int64)
     span = episodes.span
-    new, now = tl.load(mass), tl.load(number)
+    new, now = mass_of(tl.load(d)), tl.load(number) + 1
     for row in range(num_rows):
         tl.debug_barrier()
         slot, lane = tl.load(slots + row), tl.load(lane_of + row)
@@ -208,8 +208,8 @@ def _remove_all(slots, num_rows, memory, episodes, stops: tl.constexpr):
 
 @jit
 def _update(
-    slots, mass, number, count, episodes,
-    is_one_mass: tl.constexpr, has_number: tl.constexpr, num_rows: tl.constexpr, num_together: tl.constexpr,
+    slots, d, number, records, count, episodes,
+    is_one: tl.constexpr, has_number: tl.constexpr, num_rows: tl.constexpr, num_together: tl.constexpr,
 ):  # fmt: skip
     """All rows at once: exchanges and sums of integers give the same result in any order."""
     none = tl.cast(episodes.none, tl.int64)
@@ -224,7 +224,8 @@ def _update(
         record = tl.where(mask, record, none)
         position = _position_of(episodes, slot)
         place = place_of(position, episodes.tree.pages, episodes.tree.num_pages, episodes.tree.has_pages)
-        new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=mask, other=0)
+        tl.store(records + rows, tl.where(mask, record, -1), mask=rows < count)
+        new = mass_of(tl.load(d + (0 if is_one else 1) * rows, mask=mask, other=0.0))
         change = tl.where(mask, new - tl.atomic_xchg(episodes.tree.leaves + place, new, mask=mask), 0)
         node, last = position, tl.cast(episodes.tree.capacity, tl.int64) - 1
         begin = tl.cast(episodes.tree.size, tl.int64)
@@ -238,22 +239,10 @@ def _update(
         if has_number:
             tl.store(episodes.updated_at + record, tl.load(number) + tl.zeros([num_rows], tl.int64), mask=mask)
     tl.debug_barrier()
-    children = tl.arange(0, _CHILDREN)
-    last, begin, below = none, tl.cast(episodes.num_maxima, tl.int64), episodes.totals
-    for level in tl.static_range(episodes.levels):
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
-        for start in range(0, count, num_together):
-            rows = start + tl.arange(0, num_together)
-            slot = tl.load(slots + rows, mask=rows < count, other=-1)
-            in_range = (slot >= 0) & (slot < episodes.num_slots)
-            record = tl.load(episodes.episode + tl.where(in_range, slot, 0)).to(tl.int64)
-            mask = in_range & (record >= 0) & (record < none)
-            node = tl.where(mask, record, none) >> (_BITS * (level + 1))
-            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
-            tl.store(episodes.maxima + begin + node, tl.max(values, axis=1), mask=mask)
-        below = episodes.maxima + begin
-        tl.debug_barrier()
+    refresh(
+        episodes.totals, episodes.maxima, episodes.num_maxima, records, 1, none + 1, records, count,
+        False, False, episodes.levels, num_together,
+    )  # fmt: skip
 
 
 def write(*arguments: Any) -> None:
@@ -262,7 +251,7 @@ def write(*arguments: Any) -> None:
     if assigned is None:
         return
     slots, ended, (finished, d, num_writes) = arguments[3], arguments[5], arguments[9:12]
-    rows = slots, *assigned, ended, finished, d.mul(UNIT).ceil_().to(torch.int64), num_writes + 1, len(slots)
+    rows = slots, *assigned, ended, finished, d, num_writes, len(slots)
     _write[(1,)](*rows, _memory_of(*arguments[12:17]), episodes_of(*arguments[17:]), num_warps=1)
 
 
@@ -275,8 +264,8 @@ def remove(slots, stops, *state):
 def update(slots, d, number, *episodes):
     """See the loop of the same name."""
     if len(slots):
-        rows, mass = min(256, triton.next_power_of_2(len(slots))), d.to(torch.float64).mul_(UNIT).ceil_()
+        rows = min(256, triton.next_power_of_2(len(slots)))
         _update[(1,)](
-            slots, mass.to(torch.int64), number, len(slots), episodes_of(*episodes),
-            is_one_mass=len(d) == 1, has_number=len(number) > 0, num_rows=rows, num_together=min(64, rows), num_warps=8,
+            slots, d, number, torch.empty_like(slots), len(slots), episodes_of(*episodes),
+            is_one=len(d) == 1, has_number=len(number) > 0, num_rows=rows, num_together=min(64, rows), num_warps=8,
         )  # fmt: skip

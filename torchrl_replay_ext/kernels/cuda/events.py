@@ -8,7 +8,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, mass_of, power, sum_before, tree_of
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
 _UNIT = tl.constexpr(events.UNIT)
@@ -144,11 +144,7 @@ def _masses(
     new = tl.full([num_rows], _UNIT, tl.int64)
     if is_power:
         priority = tl.load(d + slot, mask=(slot >= 0) & (slot < num_slots), other=0.0).to(tl.float64)
-        priority = tl.where(priority < 0, -priority, priority)
-        exponent = tl.load(alpha)
-        power = tl.exp2(exponent * tl.log2(tl.where(priority > 0, priority, 1.0)))
-        power = tl.where(exponent == 0, 1.0, tl.where(priority > 0, power, 0.0))
-        new = tl.ceil(power * _UNIT).to(tl.int64)
+        new = mass_of(power(tl.abs(priority), tl.load(alpha)))
     position = tl.where(is_change, at, tl.where(is_row & (which < 0), given, listed))
     tl.store(index + rows, position, mask=rows < size)
     tl.store(mass + rows, tl.where(slot >= 0, new, 0), mask=rows < size)

@@ -9,7 +9,7 @@ import triton  # pyright: ignore[reportMissingImports]: part of torch's builds f
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, power, sum_before, tree_of
 from torchrl_replay_ext.kernels.reaper import LAST, SPARE
 
 _LAST, _SPARE = tl.constexpr(LAST), tl.constexpr(SPARE)
@@ -44,19 +44,12 @@ def _reliability(slot, episodes):
 
 
 @jit
-def _power(ratio, omega):
-    """R^ω of ``ratio`` [n]; 0^0 = 1."""
-    power = tl.exp2(omega * tl.log2(tl.where(ratio > 0, ratio, 1.0)))
-    return tl.where(ratio > 0, power, tl.where(omega == 0, 1.0, 0.0))
-
-
-@jit
 def _factor(leaf, slot_at, num_entries, omega, episodes, has_slots: tl.constexpr):
     """R^ω of ``leaf`` [n]."""
     slot = leaf
     if has_slots:
         slot = tl.load(slot_at + tl.minimum(leaf, num_entries - 1)).to(tl.int64)
-    return _power(_reliability(slot, episodes), omega)
+    return power(_reliability(slot, episodes), omega)
 
 
 @jit
@@ -88,7 +81,7 @@ def _of(slots, result, episodes, count, num_rows: tl.constexpr):
 def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
     slot = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     mass = tl.load(masses + slot, mask=slot < count, other=0)
-    psi = mass.to(tl.float64) * _power(_reliability(slot, episodes), tl.load(omega))
+    psi = mass.to(tl.float64) * power(_reliability(slot, episodes), tl.load(omega))
     smallest = tl.min(tl.where(psi > 0, psi, float("inf")), axis=0)
     # positive numbers have the order of their bits
     tl.atomic_min(result, smallest.to(tl.int64, bitcast=True))

@@ -157,7 +157,20 @@ def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.c
 
 
 @jit
-def _refresh(
+def mass_of(number):
+    """A number >= 0 in units of masses, rounded up."""
+    return tl.ceil(number.to(tl.float64) * _UNIT).to(tl.int64)
+
+
+@jit
+def power(base, exponent):
+    """``base`` [n] to the power of ``exponent``, both >= 0; 0^0 = 1."""
+    result = tl.exp2(exponent * tl.log2(tl.where(base > 0, base, 1.0)))
+    return tl.where(base > 0, result, tl.where(exponent == 0, 1.0, 0.0))
+
+
+@jit
+def refresh(
     leaves, nodes, size, pages, num_pages, capacity, index, count,
     is_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_together: tl.constexpr,
 ):  # fmt: skip
@@ -199,11 +212,7 @@ def _write(
         old = tl.load(leaves + place, mask=valid, other=0)
         new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=valid, other=0)
         if is_power:
-            exponent = tl.load(alpha)
-            base = new.to(tl.float64)
-            power = tl.exp2(exponent * tl.log2(tl.where(base > 0, base, 1.0)))
-            power = tl.where(base > 0, power, tl.where(exponent == 0, 1.0, 0.0))
-            new = tl.ceil(power * _UNIT).to(tl.int64)
+            new = mass_of(power(new.to(tl.float64), tl.load(alpha)))
         tl.debug_barrier()
         # masses are >= 0; of duplicates, the last row leaves the smallest negative number
         mark = -1 - rows.to(tl.int64)
@@ -221,7 +230,7 @@ def _write(
             tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
         tl.debug_barrier()
     if track_min:
-        _refresh(leaves, minima, size, pages, num_pages, capacity, index, count, True, has_pages, levels, num_together)
+        refresh(leaves, minima, size, pages, num_pages, capacity, index, count, True, has_pages, levels, num_together)
 
 
 class Tree(NamedTuple):
@@ -314,7 +323,7 @@ def refresh_maxima(leaves, maxima, capacity, index):
     """See the loop of the same name."""
     count = index.shape[0]
     if count:
-        _refresh[(1,)](
+        refresh[(1,)](
             leaves, maxima, len(maxima), index, 1, capacity, index, count, is_min=False, has_pages=False,
             levels=levels_of(capacity), num_together=min(64, triton.next_power_of_2(count)),
         )  # fmt: skip
