@@ -323,6 +323,7 @@ def train(config: ACERRun, run_dir: Path) -> int:
             slice_len=acer.slice_len,
             num_streams=config.num_envs,
             behaviour_keys=behaviour_keys,
+            on_load="continue",
             anchors=first,  # pyright: ignore[reportArgumentType]: the sampler's error names the valid anchors
         )
 

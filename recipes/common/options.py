@@ -143,7 +143,8 @@ def _rows(group: str, choice: str, node: Any, type_: Any) -> Iterator[Row]:
     if group == "sampler":
         from recipes.common.replay import SAMPLERS  # imported late: it imports torch
 
-        yield from _arguments(SAMPLERS[node.name], "+sampler.", (*node, "capacity", "td_error", "num_streams"))
+        own = "capacity", "td_error", "num_streams", "on_load"
+        yield from _arguments(SAMPLERS[node.name], "+sampler.", (*node, *own))
 
 
 def _listed(prefix: str, node: Mapping[Any, Any], texts: Mapping[str, str]) -> Iterator[Row]:

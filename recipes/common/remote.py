@@ -243,9 +243,8 @@ class RemoteCollector:
             yield TensorDict({}, [self.steps_of_batch])
 
     def resume(self) -> list[int]:
-        """After a resume: collectors start new episodes, so the open episodes in the buffer are truncated."""
+        """After a resume, collectors start new episodes with new seeds; the samplers have ended those of the buffer."""
         self._starts += 1
-        self._replay.end_open_episodes()
         return []
 
     def state_dict(self) -> dict[str, Any]:

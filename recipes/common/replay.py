@@ -21,7 +21,7 @@ import torchrl_replay_ext as ext
 from recipes.common.collector import TERMINATED
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, RunConfig, ends
 from recipes.common.errors import ConfigError, did_you_mean
-from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
+from torchrl_replay_ext.sharding.shard import stored_slots
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": RandomSampler,
@@ -99,7 +99,9 @@ def make_replay(
     critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
     num_streams = config.num_envs if windows is None else 1
     sampler = make_sampler(config.env, critic, learning.buffer_size, learning.num_updates(), num_streams, td_error)
-    writer = ext.EventTableWriter(sampler.tables) if isinstance(sampler, ext.EventTableSampler) else None
+    writer = None
+    if isinstance(sampler, ext.EventTableSampler):
+        writer = ext.EventTableWriter(sampler.tables, on_load="continue")
     with refusals(settings["name"]):
         if critic is not settings:
             assert policy is not None
@@ -211,20 +213,22 @@ def make_sampler(
     sampler: Any = SAMPLERS[config["name"]]
     with refusals(config["name"]):
         priority = config.get("priority")
+        # a resumed run restores the environments, except for those that `end_last_episodes` names
+        episodes: dict[str, Any] = {"num_streams": num_envs, "on_load": "continue"}
         keywords = _keywords(config, num_updates)
         if sampler is RandomSampler:
             return sampler(**keywords)
         if sampler is ext.RecencySampler:
             return sampler(capacity, **keywords)
         if sampler is not ext.EventTableSampler:
-            streams = {"num_streams": num_envs} if sampler is ext.ReaPERSampler else {}
-            return sampler(capacity, td_error=td_error, **streams, **keywords)
+            episodes = episodes if sampler is ext.ReaPERSampler else {}
+            return sampler(capacity, td_error=td_error, **episodes, **keywords)
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
         if priority is not None:
             if not isinstance(priority, dict):
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
-            streams = {"num_streams": num_envs} if priority.get("kind") == "reaper" else {}
-            keywords["priority"] = {"td_error": td_error, **streams, **_keywords(priority, num_updates)}
+            episodes = episodes if priority.get("kind") == "reaper" else {}
+            keywords["priority"] = {"td_error": td_error, **episodes, **_keywords(priority, num_updates)}
         shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
         eta = {table: a if a == b else ext.Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
@@ -243,15 +247,19 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
     """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes.
 
-    A buffer with a column for each environment can only be extended by whole rows. There, the newest transitions of all
-    environments are repeated as truncated ones.
+    Stored transitions must not be changed without the sampler. Therefore copies that are marked as truncated, without
+    events, are written. A buffer with a column for each environment can only be extended by whole rows. There, the
+    newest transitions of all environments are repeated.
     """
     if replay.storage.ndim == 1:
-        newest = stored_slots(replay)[-num_envs:][list(envs)]
-        is_open = ~replay[newest]["next", "done"].squeeze(1)
-        truncate_at(replay, newest[is_open.to(newest.device)], ("next", "done"), [FLAGS])
+        rows = replay[stored_slots(replay)[-num_envs:][list(envs)]].exclude("index")
+        rows = rows[~rows["next", "done"].squeeze(1)]
+    else:
+        rows = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone().unsqueeze(0)
+    if not rows.numel():
         return
-    row = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone()
-    row["next", "truncated"] = row["next", "truncated"] | ~row["next", "terminated"]
-    row["next", "done"] = torch.ones_like(row["next", "done"])
-    replay.extend(row.unsqueeze(0))
+    rows["next", "truncated"] = rows["next", "truncated"] | ~rows["next", "terminated"]
+    rows["next", "done"] = torch.ones_like(rows["next", "done"])
+    if FLAGS in rows.keys(include_nested=True):
+        rows[FLAGS] = rows[FLAGS].apply(torch.zeros_like)
+    replay.extend(rows)

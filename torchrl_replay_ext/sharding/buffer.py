@@ -300,10 +300,6 @@ class ShardedReplayBuffer:
         self._group.call_all("empty")
         self._group.checkpoint = None
 
-    def end_open_episodes(self) -> None:
-        """Truncate all episodes that have not ended: a resumed run starts new ones."""
-        self._group.call("end_open_episodes")
-
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, copied to this process.
 
@@ -313,7 +309,7 @@ class ShardedReplayBuffer:
         return {"shards": self._group.call_all("state_dict")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`, and truncate its open episodes. Late updates of replaced rows are dropped.
+        """Restore a :meth:`state_dict`. Late updates of replaced rows are dropped.
 
         Raises:
             ValueError: if it has another number of shards; nothing is changed then.

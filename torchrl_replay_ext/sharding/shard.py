@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import NestedKey
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.buffers.open_episodes import stored_slots, truncate_at
+from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import Distribution, ShardRows
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
@@ -23,6 +25,14 @@ from torchrl_replay_ext.writers.event_table import EventTableWriter
 
 # A write stamp is the number of a write, plus the number of the shard's process times this.
 PROCESS = 2**34
+
+
+def stored_slots(buffer: TensorDictReplayBuffer) -> Tensor:
+    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
+    if isinstance(buffer.writer, EventTableWriter):
+        return buffer.writer.tables[DEFAULT].index()
+    length = len(buffer)
+    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
 
 
 class Report(NamedTuple):
@@ -102,7 +112,7 @@ class ReplayShard:
         self._sampler: Any = self._buffer.sampler
         self._drawing = drawing_sampler(self._sampler)
         self._is_joint = joint_distribution(self._sampler) is not None
-        self._number, self._traj_key, self._done_key = number, traj_key, done_key
+        self._number = number
         self._process, self._dropped = 1 + secrets.randbelow(2**27 - 1), 0
 
     # --- calls of the coordinator
@@ -176,7 +186,7 @@ class ReplayShard:
         return to_arrays(rows.set("index", index)) | {SHARD_KEY: np.full(len(index), self._number)}
 
     def restore(self, source: dict[str, Any] | str, keep: bool) -> None:
-        """Replace the content by a checkpoint, whose open episodes are truncated.
+        """Replace the content by a checkpoint.
 
         Args:
             source: a :meth:`state_dict`, or a file of :meth:`dumps`.
@@ -185,7 +195,6 @@ class ReplayShard:
         state = source if isinstance(source, dict) else torch.load(source, map_location="cpu", weights_only=True)
         rows = self._buffer[stored_slots(self._buffer)].exclude("index") if keep and len(self._buffer) else None
         self._buffer.load_state_dict(state)
-        self.end_open_episodes()
         if rows is not None:
             self._buffer.extend(rows)
 
@@ -193,20 +202,6 @@ class ReplayShard:
         """Continue the schedules of another shard."""
         if self._drawing is not None:
             self._drawing.load_schedules(schedules)
-
-    def end_open_episodes(self) -> None:
-        """Truncate all episodes that have not ended, by copies of their newest transitions."""
-        if not len(self._buffer):
-            return
-        stored, slots = _torchrl.stored_data(self._storage), stored_slots(self._buffer)
-        ids, done = stored.get(self._traj_key)[slots].reshape(-1), stored.get(self._done_key)[slots]
-        _, from_end = np.unique(ids.numpy()[::-1], return_index=True)
-        last = torch.from_numpy(np.sort(len(slots) - 1 - from_end))
-        is_open = ~done.reshape(len(slots), -1).any(1)[last]
-        writer = self._buffer.writer
-        specs = writer.tables.specs if isinstance(writer, EventTableWriter) else ()
-        flags = [spec.condition for spec in specs if isinstance(spec.condition, (str, tuple))]
-        truncate_at(self._buffer, slots[last[is_open]], self._done_key, flags)
 
     def dumps(self, path: str) -> None:
         """Save the state of the buffer as the file ``path``."""
