@@ -190,7 +190,10 @@ CASES = {
     ),
     "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
     "events, reaper": Case(events(priority=inside("reaper", omega=Anneal(0.1, 0.5, 20))), extends=False),
-    "events, rank": Case(events(priority=inside("rank"), correction="mixture"), extends=False),
+    "events, rank": Case(
+        events(priority={"kind": "rank", "td_error": "absolute"}, correction="mixture", beta=Anneal(0.4, 1.0, 30)),
+        extends=False,
+    ),
     "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),
     "slices, proportional, two streams": Case(slices(proportional(), num_streams=2), TwoStreams),
     "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
