@@ -144,7 +144,8 @@ def assert_same_runs(one, other):
         del state["counters"]["wall_time"], state["counters"]["cpu_time"]
     one, other = map(leaves, states)
     assert one.keys() == other.keys()
-    assert [path for path in one if one[path] != other[path]] == []
+    differ = [path for path in one if one[path] != other[path]]
+    assert differ == [], differ
 
 
 def eager_and_compiled(train, configuration, path, *words):

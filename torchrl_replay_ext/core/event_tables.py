@@ -220,7 +220,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
-        changes = max(int(self.counters[CHANGES]), int(state["counters"][CHANGES]))
+        changes = int(self.counters[CHANGES])
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
         self.counters[CHANGES] = changes
