@@ -317,14 +317,14 @@ def train(config: ACERRun, run_dir: Path) -> int:
     behaviour_keys = ("logits",) if discrete else ("loc", "scale")
 
     def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
-        first = "uniform" if isinstance(anchors, RandomSampler) else anchors
+        first: Any = "uniform" if isinstance(anchors, RandomSampler) else anchors
         return TrajectoryRetraceSampler(
             acer.buffer_size,
             slice_len=acer.slice_len,
             num_streams=config.num_envs,
             behaviour_keys=behaviour_keys,
             on_load="continue",
-            anchors=first,  # pyright: ignore[reportArgumentType]: the sampler's error names the valid anchors
+            anchors=first,
         )
 
     # The losses give SQUARED TD errors.

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,7 @@ def train(config: DistributedRun, run_dir: Path) -> int:
         optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
 
         # DQNLoss writes the SQUARED TD error to "td_error" and applies the sampler's "priority_weight".
-        replay = RemoteReplay(config, device, run_dir)
+        replay: Any = RemoteReplay(config, device, run_dir)
 
         @torch.inference_mode()
         def greedy(observations: np.ndarray) -> np.ndarray:
@@ -85,7 +86,7 @@ def train(config: DistributedRun, run_dir: Path) -> int:
             state={"loss": loss_module, "optimizer": optimizer},
         )
         # the buffer has all methods that an update calls
-        update = make_update(config, replay, loss_module, target, optimizer)  # pyright: ignore[reportArgumentType]
+        update = make_update(config, replay, loss_module, target, optimizer)
 
         with run, noticing_lost_actors():
             while run.continues():

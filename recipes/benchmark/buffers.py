@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -67,7 +67,7 @@ class Stream:
         """The next `count` transitions."""
         steps = (self._position + torch.arange(count)) % len(self._data)
         self._position += count
-        return self._data[steps]  # pyright: ignore[reportReturnType]: annotated with all that an index may give
+        return cast(TensorDict, self._data[steps])
 
 
 def td_errors(count: int, device: torch.device = CPU) -> Tensor:

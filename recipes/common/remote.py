@@ -57,7 +57,7 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Ray is not installed, but recipes.distributed needs it: pip install 'ray>=2.9'")
-    import ray  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
+    import ray
 
     num_actors = num_collectors + num_shards
     with ExitStack() as started:
@@ -90,7 +90,7 @@ def noticing_lost_actors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        import ray.exceptions  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
+        import ray.exceptions
 
         lost = "the replay buffer" if isinstance(error, Lost) else "a collector"
         # Sending weights to a lost process raises a Gloo error.

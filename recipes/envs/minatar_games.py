@@ -42,7 +42,7 @@ class MinAtar(gymnasium.Env):
     ):
         check_choice(self, "game", game, GAMES)
         try:
-            from minatar import Environment  # pyright: ignore[reportMissingImports]: an extra, not needed by the checks
+            from minatar import Environment
         except ImportError as error:
             raise ImportError(f"MinAtar(game={game!r}) needs the games: pip install minatar") from error
         self.render_mode = render_mode

@@ -247,5 +247,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)
         if anchored:
             index, stamp, priority = largest_of_anchors(index, stamp, priority)
+        own: dict[str, Any] = {"storage": self._storage, "stamp": stamp}
         with self._locks():
-            sampler.update_priority(index, priority, storage=self._storage, stamp=stamp)  # pyright: ignore
+            sampler.update_priority(index, priority, **own)

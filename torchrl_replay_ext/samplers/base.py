@@ -103,10 +103,10 @@ class WriteObserver(ABC):
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], without duplicates, oldest first."""
 
-    def before_full_overwrite(self) -> None:  # noqa: B027 (an empty hook)
+    def before_full_overwrite(self) -> None:
         """Called before a write with more rows than slots, of which only the last rows are inserted."""
 
-    def before_ingest(self, count: int, next_slot: int) -> None:  # noqa: B027 (an empty hook)
+    def before_ingest(self, count: int, next_slot: int) -> None:
         """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class WriteObserver(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
 
-    def raise_numbers(self, last: int) -> None:  # noqa: B027 (an empty hook)
+    def raise_numbers(self, last: int) -> None:
         """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
 
     @abstractmethod

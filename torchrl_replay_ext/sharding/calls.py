@@ -60,7 +60,7 @@ class RayCalls:
 
 
 def _ray() -> Any:
-    import ray  # pyright: ignore[reportMissingImports]: an extra
+    import ray
 
     return ray
 

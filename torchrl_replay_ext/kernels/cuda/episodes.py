@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees

@@ -7,8 +7,8 @@ assigns places, and one program per frame copies it. The code of a frame of the 
 from __future__ import annotations
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.tree import jit
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from torchrl_replay_ext.kernels import lanes_layout
 from torchrl_replay_ext.kernels.cuda.tree import jit

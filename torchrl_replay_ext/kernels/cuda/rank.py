@@ -9,8 +9,8 @@ the number of changes. The other arrays are not used.
 from __future__ import annotations
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit

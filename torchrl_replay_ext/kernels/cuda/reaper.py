@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, power, sum_before, tree_of

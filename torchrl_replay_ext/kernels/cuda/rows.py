@@ -6,8 +6,8 @@ Each is one thread block, because the rows of a batch depend on each other: some
 from __future__ import annotations
 
 import torch
-import triton  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.tree import jit, write, write_power
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton.language as tl  # pyright: ignore[reportMissingImports]: part of torch's builds for CUDA
+import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit, put, tree_of
