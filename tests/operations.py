@@ -97,7 +97,7 @@ def rank(capacity: int, streams: int, rng: random.Random, validate: bool) -> dic
 def reaper(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
     choices["truncated"] = rng.choice(["finished", "ongoing"])
-    sampler = ReaPERSampler(capacity, num_streams=streams, validate=validate, **choices)
+    sampler = ReaPERSampler(capacity, num_streams=streams, on_load="continue", validate=validate, **choices)
     return {"sampler": sampler, "choices": choices}
 
 
@@ -116,7 +116,7 @@ def events(
     tables = EventTables(specs, sizes, retention=retention)
     priority: dict[str, Any] | None = None if kind is None else {"kind": kind}
     if kind == "reaper":
-        priority |= {"num_streams": streams}
+        priority |= {"num_streams": streams, "on_load": "continue"}
     corrections = [None, "mixture"]
     if kind is None and retention == "ring":
         corrections += ["conditional", "lemma2", "priority"]
@@ -130,7 +130,7 @@ def events(
         pair_keys=("observation",),
         validate=validate,
     )
-    return {"sampler": sampler, "writer": EventTableWriter(tables)}
+    return {"sampler": sampler, "writer": EventTableWriter(tables, on_load="continue")}
 
 
 def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
@@ -153,6 +153,7 @@ def slices(
         slice_len=SLICE,
         num_streams=streams,
         behaviour_keys=(),
+        on_load="continue",
         anchors=drawn_by,
         pad=pad,
         validate=validate and anchors is None,

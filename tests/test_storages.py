@@ -19,6 +19,7 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
+    EventTableWriter,
     FrameStackStorage,
     ProportionalSampler,
     RankBasedSampler,
@@ -137,8 +138,8 @@ def test_agents_with_different_shapes(name, kind, how):
         pytest.skip("reads stored entries, which a list does not have")
     make, storage = STORAGES[kind]
     sampler = SAMPLERS[name](CAPACITY)
-    rb = buffer_with(sampler, CAPACITY, batch_size=4)
-    rb = make(storage=storage(CAPACITY), sampler=sampler, batch_size=4, writer=rb.writer if name == "tables" else None)
+    writer = EventTableWriter(sampler.tables) if name == "tables" else None
+    rb = make(storage=storage(CAPACITY), sampler=sampler, batch_size=4, writer=writer)
     for first in (0, 8, 16):
         rb.extend(multi_agent(8, first, how))
     batch = rb.sample()

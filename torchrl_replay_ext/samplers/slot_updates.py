@@ -196,7 +196,7 @@ class SlotUpdates:
             return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
         limit = self._distribution.max_supported_priority
         return ValueError(
-            f"{self._owner}.update_priority: TD error {shown(np.float32(error[row]))} at index {slot} (position {row} "
+            f"{self._owner}.update_priority: TD error {shown(np.float32(float(error[row])))} at index {slot} (position {row} "
             f"of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
         )
 
