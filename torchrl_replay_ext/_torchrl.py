@@ -174,14 +174,14 @@ def next_step(storage: Any) -> int | None:
 
 def next_step_value(storage: Any) -> int | Tensor | None:
     """:func:`next_step`, as a tensor if the writer holds it in a tensor."""
-    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
-    writers = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
-    if not writers:
+    writer: Any = None
+    for buffer in getattr(storage, "_attached_entities_list", ()):
+        other = getattr(buffer, "_writer", None)
+        # of several buffers, the last one that has written
+        if isinstance(other, RoundRobinWriter) and (writer is None or is_traced() or other._write_count):
+            writer = other
+    if writer is None:
         return None
-    # of several buffers, the last one that has written
-    if len(writers) > 1 and not torch.compiler.is_dynamo_compiling():
-        writers = [each for each in writers if each._write_count] or writers
-    writer = writers[-1]
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
 
@@ -288,7 +288,8 @@ def has_round_robin_writers(storage: Any) -> bool:
 
 def expands_draws(buffer: Any) -> bool:
     """True if a buffer expands each draw to several rows (TorchRL's ``sample_unit=Sequence(...)``)."""
-    return not isinstance(getattr(buffer, "_sample_unit", None), Transition | None)
+    unit = getattr(buffer, "_sample_unit", None)
+    return unit is not None and not isinstance(unit, Transition)
 
 
 def _buffer_of(sampler: Sampler, storage: Any) -> Any:
@@ -310,6 +311,9 @@ def updates_anchors(sampler: Sampler, storage: Any) -> bool:
 
     TorchRL's own buffers do this if they draw sequences. A CompilableReplayBuffer passes write stamps instead.
     """
+    # most buffers draw no sequences
+    if all(getattr(each, "_sample_unit", None) is None for each in storage._attached_entities_list):
+        return False
     buffer = _buffer_of(sampler, storage)
     return expands_draws(buffer) and not getattr(buffer, "passes_stamps", False)
 

@@ -194,9 +194,9 @@ class SlotUpdates:
             return out_of_range(self._owner, slot, self._layout.shape)
         if reason == EMPTY:
             return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
-        limit = self._distribution.max_supported_priority
+        limit, wrong = self._distribution.max_supported_priority, np.float32(float(error[row]))
         return ValueError(
-            f"{self._owner}.update_priority: TD error {shown(np.float32(float(error[row])))} at index {slot} (position {row} "
+            f"{self._owner}.update_priority: TD error {shown(wrong)} at index {slot} (position {row} "
             f"of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
         )
 
