@@ -1,1 +1,1 @@
-"""State and algorithms on tensors: no storage, no sampler, no TorchRL."""
+"""State over the slots of a buffer, and algorithms on it."""

@@ -37,7 +37,7 @@ def _times(ids: Tensor, size: int) -> Tensor:
 
 
 class EpisodeIndex:
-    r"""The episodes in a ring buffer, and prefix sums of a mass (\|δ\|) along each episode.
+    """The episodes in a ring buffer, and prefix sums of a mass, the priority d, along each episode.
 
     Each lane holds the transitions of one stream of experience in time order. An episode is a run of consecutive
     positions in its lane, cyclic if the ring has wrapped. One sum tree over all positions gives the prefix sum of any
@@ -200,7 +200,7 @@ class EpisodeIndex:
         return [*self._sums(), self.least_largest, generation]
 
     def reliability(self, slots: Tensor, generation: Tensor) -> Tensor:
-        """Reliability R of ``slots`` [n] that hold transitions, in (0, 1]; 1 for new transitions.
+        """Reliability R of ``slots`` [n] that hold transitions, in [0, 1]; 1 for new transitions.
 
         It is also 1 in episodes without mass. ``generation``: see :meth:`arrays`.
 

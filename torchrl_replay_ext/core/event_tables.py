@@ -347,7 +347,7 @@ class EventTables(Mapping[str, EventTable]):
 
 
 def class_of(places: Tensor) -> Tensor:
-    """The class of each slot, from its ``places`` [event tables, n]: bit k is set if it has entered event table k."""
+    """The class of each slot, from its ``places`` [event tables, n]: bit k - 1 is set if it has entered table k."""
     bits = 1 << torch.arange(len(places), device=places.device).unsqueeze(1)
     return ((places != UNSENT) * bits).sum(0)
 

@@ -49,7 +49,7 @@ class Priorities:
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
-        # the largest d of the rows of updates; within the buffer it is that of the tree of updated transitions
+        # what the kernel of updates raises; with within_buffer, ``largest`` follows from the tree below instead
         self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None

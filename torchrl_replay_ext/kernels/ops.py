@@ -35,7 +35,7 @@ class Kernel:
     Args:
         name: ``"<module>.<function>"`` of the loop.
         arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
-            The first one is a tensor of the state. Tensors must be contiguous. In eager code on the CPU they may also
+            The first one is a tensor. Tensors must be contiguous. In eager code on the CPU they may also
             be NumPy arrays.
         for_cuda: True (default) if there is a version for CUDA. If not, the state lies on the CPU.
     """

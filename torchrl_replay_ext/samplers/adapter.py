@@ -36,7 +36,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     The sampler converts TorchRL's indices to flat slots (a storage of shape [T, E, ...] has T·E·... slots in row-major
     order), validates arguments and logs writes. It computes priorities from TD errors, and importance-sampling weights
-    from densities. Subclasses choose the distribution and declare the arguments; they override no method.
+    from densities. Subclasses choose the distribution and declare the arguments.
 
     * A new transition gets the largest d = |δ| + eps seen so far, at least 1. With ``max_priority_within_buffer`` it
       gets the largest d of the stored transitions that have been updated.
@@ -416,8 +416,8 @@ class DistributionSampler(ShowsArguments, Sampler):
 
         ``num_items``: stored transitions. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 if all p
         are equal. ``priority_min``, ``priority_median``, ``priority_max``: of the density of draws, relative to its
-        mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: the
-        largest |δ| + eps seen, the priority of new transitions. ``dropped_updates``: rows not updated because their
+        mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: d
+        of new transitions. ``dropped_updates``: rows not updated because their
         slot was overwritten. ``rejected_updates``: rows not updated for one of two reasons. In a graph or on an
         accelerator, the TD error is negative, not finite or too large, or the slot does not exist (errors in eager code
         on the CPU, or with ``validate``). In TorchRL's TensorDictReplayBuffer, the sample has no entry ``priority_key``

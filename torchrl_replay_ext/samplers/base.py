@@ -88,7 +88,9 @@ class WriteObserver(ABC):
 
     @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Insert the rows of a write.
+        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
+
+        The write is recorded afterwards: generations and priorities are still those before it.
 
         Args:
             slots: int64 [n], in the order of writing, n <= number of slots.
@@ -145,7 +147,7 @@ class Distribution(WriteObserver):
     # entries of tensors() that do not depend on the stored transitions
     settings: tuple[str, ...] = ()
     # why joint draws from several shards are not possible; None: they are
-    why_not_joint: str | None = None
+    why_not_joint: str | None = "this distribution has no sums for draws from several shards."
     # True if joint draws only propose rows, and some are rejected
     rejects = False
     # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty

@@ -92,6 +92,8 @@ class Proportional(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
+    why_not_joint = None
+
     def __init__(
         self,
         log: WriteLog,

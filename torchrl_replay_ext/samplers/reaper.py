@@ -239,7 +239,7 @@ class ReliabilityAdjusted(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    rejects = True
+    rejects, why_not_joint = True, None
 
     def __init__(
         self,

@@ -156,12 +156,14 @@ class SlotUpdates:
         # a graph has draws only where they are stamped
         rows_update(*state, *rows, not in_graph, refuses, is_own, kept, d, result)
         if refuses:
-            reason, count = result.tolist()
-            if reason == INVALID and float(error[count]) == NO_TD_ERROR:
+            # why the update is refused, and the row; or 0, and the number of rows that are kept
+            reason, number = result.tolist()
+            if reason == INVALID and float(error[number]) == NO_TD_ERROR:
                 self._ignore(index, slots)
                 return
             if reason:
-                raise self._refusal(reason, slots, error, row=count)
+                raise self._refusal(reason, slots, error, row=number)
+            count = number
         if not isinstance(kept, Tensor):
             # on the CPU, the rows that are kept come first
             kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])

@@ -49,9 +49,10 @@ class SliceStarts(Distribution):
         reader: reads the ends of episodes.
         behaviour_keys: entries that rows must have.
         pad: if True, slices may be shorter than ``slice_len``.
+        on_load: what becomes of unfinished episodes when a state is loaded.
     """
 
-    needs_order = True
+    needs_order, why_not_joint = True, None
     takes_priorities = False
     # True after a draw that found a transition where a slice may begin
     _had_starts = False

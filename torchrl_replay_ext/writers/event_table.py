@@ -86,7 +86,8 @@ class EventTableWriter(CompilableWriter):
     Events cannot be detected in a compiled graph. With a :class:`~torchrl_replay_ext.CompilableReplayBuffer`, sampling
     and priority updates can be compiled, but ``extend`` must be called outside of the graph.
 
-    If a write raises an error, nothing is written.
+    If a write raises an error, nothing of it is stored; what it would have displaced is gone. Data that does not fit
+    into the default table at once is written in parts, of which the first may be stored already.
 
     Args:
         tables: the tables to fill.
