@@ -98,7 +98,9 @@ def make_replay(
     learning, settings = config.learning, dict(config.sampler)
     critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
     num_streams = config.num_envs if windows is None else 1
-    sampler = make_sampler(config.env, critic, learning.buffer_size, learning.num_updates(), num_streams, td_error)
+    updates = learning.num_updates()
+    # a resumed run restores the environments, except for those that end_last_episodes() gets
+    sampler = make_sampler(config.env, critic, learning.buffer_size, updates, num_streams, td_error, "continue")
     writer = None
     if isinstance(sampler, ext.EventTableSampler):
         writer = ext.EventTableWriter(sampler.tables, on_load="continue")
@@ -194,7 +196,13 @@ def make_tables(events: dict[str, EventConfig], capacity: int, retention: Any) -
 
 
 def make_sampler(
-    env: EnvConfig, config: dict[str, Any], capacity: int, num_updates: int, num_envs: int, td_error: Any
+    env: EnvConfig,
+    config: dict[str, Any],
+    capacity: int,
+    num_updates: int,
+    num_envs: int,
+    td_error: Any,
+    on_load: str = "truncate",
 ) -> Any:
     """Build the sampler named by `config["name"]`; event tables are those of the environment's events.
 
@@ -206,6 +214,7 @@ def make_sampler(
         num_updates: number of updates of the run.
         num_envs: number of environments whose transitions are interleaved.
         td_error: the kind of TD errors that prioritized samplers receive: "squared" or "absolute".
+        on_load: what becomes of unfinished episodes in a resumed run: "truncate" or "continue".
 
     Raises:
         ConfigError: if a keyword is unknown, or the tables or the sampler reject a value.
@@ -213,8 +222,7 @@ def make_sampler(
     sampler: Any = SAMPLERS[config["name"]]
     with refusals(config["name"]):
         priority = config.get("priority")
-        # a resumed run restores the environments, except for those that `end_last_episodes` names
-        episodes: dict[str, Any] = {"num_streams": num_envs, "on_load": "continue"}
+        episodes: dict[str, Any] = {"num_streams": num_envs, "on_load": on_load}
         keywords = _keywords(config, num_updates)
         if sampler is RandomSampler:
             return sampler(**keywords)
