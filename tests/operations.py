@@ -82,32 +82,32 @@ class Case:
     ranked: bool = False
 
 
-def proportional(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+def proportional(capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
     sampler = ProportionalSampler(capacity, stratified=rng.random() < 0.5, validate=validate, **choices)
     return {"sampler": sampler, "choices": choices}
 
 
-def rank(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+def rank(capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any) -> dict[str, Any]:
     choices = {"segments": rng.choice(["exact", "piecewise"]), "weight_norm": rng.choice(["buffer", "batch"])}
     choices |= {"stratified": rng.random() < 0.5, "validate": validate}
     return {"sampler": RankBasedSampler(capacity, **choices)}
 
 
-def reaper(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+def reaper(capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any) -> dict[str, Any]:
     choices = {"td_error": rng.choice(["squared", "absolute"]), "weight_norm": rng.choice(["buffer", "batch"])}
     choices["truncated"] = rng.choice(["finished", "ongoing"])
-    sampler = ReaPERSampler(capacity, num_streams=streams, on_load="continue", validate=validate, **choices)
+    sampler = ReaPERSampler(capacity, num_streams=streams, on_load=on_load, validate=validate, **choices)
     return {"sampler": sampler, "choices": choices}
 
 
-def recency(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
+def recency(capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any) -> dict[str, Any]:
     choices = {"half_life": rng.choice([0.5, 3, math.inf]), "beta": rng.choice([0.0, 0.5])}
     return {"sampler": RecencySampler(capacity, validate=validate, **choices)}
 
 
 def events(
-    kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random, validate: bool
+    kind: str | None, retention: str, capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any
 ) -> dict[str, Any]:
     specs = [EventSpec(name, ("next", name), history, table=table) for name, (history, table) in HISTORY.items()]
     sizes = {"a": max(capacity // 2, 3), "b": 4}
@@ -116,7 +116,7 @@ def events(
     tables = EventTables(specs, sizes, retention=retention)
     priority: dict[str, Any] | None = None if kind is None else {"kind": kind}
     if kind == "reaper":
-        priority |= {"num_streams": streams, "on_load": "continue"}
+        priority |= {"num_streams": streams, "on_load": on_load}
     corrections = [None, "mixture"]
     if kind is None and retention == "ring":
         corrections += ["conditional", "lemma2", "priority"]
@@ -130,11 +130,11 @@ def events(
         pair_keys=("observation",),
         validate=validate,
     )
-    return {"sampler": sampler, "writer": EventTableWriter(tables, on_load="continue")}
+    return {"sampler": sampler, "writer": EventTableWriter(tables, on_load=on_load)}
 
 
-def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool) -> dict[str, Any]:
-    parts = proportional(capacity, streams, rng, validate)
+def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any) -> dict[str, Any]:
+    parts = proportional(capacity, streams, rng, validate, on_load)
     arguments = {
         "granularity": rng.choice(["batch", "transition"]),
         "candidate_sampler": RecencySampler(capacity, half_life=2) if rng.random() < 0.5 else None,
@@ -144,16 +144,16 @@ def decoupled(capacity: int, streams: int, rng: random.Random, validate: bool) -
 
 
 def slices(
-    anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random, validate: bool
+    anchors: Callable[..., Any] | None, capacity: int, streams: int, rng: random.Random, validate: bool, on_load: Any
 ) -> dict[str, Any]:
-    drawn_by = "uniform" if anchors is None else anchors(capacity, streams, rng, validate)["sampler"]
+    drawn_by = "uniform" if anchors is None else anchors(capacity, streams, rng, validate, on_load)["sampler"]
     pad = anchors is not None or rng.random() < 0.7
     sampler = TrajectoryRetraceSampler(
         capacity,
         slice_len=SLICE,
         num_streams=streams,
         behaviour_keys=(),
-        on_load="continue",
+        on_load=on_load,
         anchors=drawn_by,
         pad=pad,
         validate=validate and anchors is None,
@@ -197,6 +197,9 @@ class Driven:
         buffer: further arguments of the buffer.
     """
 
+    # a copy from a checkpoint goes on in the middle of episodes, as the reference does
+    on_load = "continue"
+
     def __init__(self, name: str, seed: int, device: str = "cpu", validate: bool = False, **buffer: Any):
         self.arguments, self.device, self.validate = buffer, device, validate
         self.case, rng = CASES[name], random.Random(seed)
@@ -237,7 +240,9 @@ class Driven:
         """Create the buffer of this setting."""
         setting = self.setting
         rng, capacity = random.Random(setting.seed), setting.capacity
-        parts = self.case.parts(capacity, setting.num_envs if setting.ndim == 1 else 1, rng, self.validate)
+        parts = self.case.parts(
+            capacity, setting.num_envs if setting.ndim == 1 else 1, rng, self.validate, self.on_load
+        )
         tables = parts["writer"].tables if self.case.pinned else None
         size = capacity if tables is None else sum(tables[name].capacity for name in tables)
         compilable = setting.compilable

@@ -26,8 +26,8 @@ from torchrl_replay_ext import DecoupledSampler
 REFUSED = (ValueError, KeyError, TypeError)
 # the errors of draws that find nothing
 NOTHING_TO_DRAW = "all priorities are 0|no stored episode has|cannot sample from an empty storage"
-# entries that decide where the next rows belong, also with on_load="continue"; nothing else in a state says so
-FREE = ["last_step", "episodes_lane_next", "episodes_lane_episode", "episodes_lanes", "slices_lanes", "slices_run"]
+# entries that decide where the next rows belong; nothing else in a state says so
+FREE = ["last_step", "episodes_lane_next"]
 KINDS = ["bits", "bits", "bits", "number", "number", "swap", "shape", "dtype", "other"]
 
 
@@ -91,6 +91,8 @@ def damage(state: Any, rng: random.Random) -> tuple[str, str]:
 class Damaged(Driven):
     """Random operations on a buffer whose state was damaged; only indices and weights are checked."""
 
+    # the default
+    on_load = "truncate"
     # key of the damaged entry
     damaged = ""
 
