@@ -284,3 +284,5 @@ def show(out: Path) -> None:
         print(report(out))
     except OSError as error:
         sys.stderr.write(f"{reason(error)}; free disk space, then run: python -m recipes.plot study={out}\n")
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")

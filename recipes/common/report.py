@@ -19,6 +19,7 @@ from recipes.common.cli import parse_config
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import load_config
+from recipes.common.peaks import Peaks
 from recipes.common.schemas import StudyConfig
 from recipes.common.tables import CURVES, RUNS, STUDY, markdown, reaches, read_rows
 
@@ -53,6 +54,11 @@ class Study:
         theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
         seeds = sorted(ours.keys() & theirs.keys())
         return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
+
+    def peaks(self) -> Peaks:
+        """The peak scores of the runs."""
+        runs = {env: {name: [*seeds.values()] for name, seeds in of.items()} for env, of in self.runs.items()}
+        return Peaks(runs, [*self.config.variants], self.config.baseline)
 
     def finished(self) -> dict[str, list[str]]:
         """The variants that have runs, for each environment that has runs."""
@@ -322,8 +328,12 @@ def draw(study: Study) -> Figure:
 
 def full_table(study: Study) -> str:
     """The table with its caption and its provenance."""
-    tables = [format_table(study), *([format_further_columns(study)] if study.config.also else [])]
-    return "\n\n".join([caption(study.config), *tables, provenance(study)]) + "\n"
+    if study.config.peaks:
+        tables = [study.peaks().table()]
+    else:
+        tables = [caption(study.config), format_table(study)]
+        tables += [format_further_columns(study)] if study.config.also else []
+    return "\n\n".join([*tables, provenance(study)]) + "\n"
 
 
 def report(out: Path, baseline: str | None = None) -> str:
@@ -334,14 +344,15 @@ def report(out: Path, baseline: str | None = None) -> str:
         baseline: compare with this variant instead of the study's baseline, and write nothing. Default: None.
 
     Raises:
-        ConfigError: if the study has no variant of this name.
+        ConfigError: if the study has no variant of this name, or its peaks cannot be compared.
     """
     study = read_study(out)
     if baseline is None:
+        figure = study.peaks().draw() if study.config.peaks else draw(study)
         (out / TABLE).write_text(full_table(study), encoding="utf-8")
-        figures.save(draw(study), *figures.files_of(out / FIGURE), description=provenance(study))
+        figures.save(figure, *figures.files_of(out / FIGURE), description=provenance(study))
     elif baseline not in study.config.variants:
         raise ConfigError(f"--baseline {baseline}: the variants of {out} are {', '.join(study.config.variants)}")
     else:
         study = replace(study, config=replace(study.config, baseline=baseline))
-    return "\n".join([full_table(study), *conclusions(study)])
+    return "\n".join([full_table(study), *([] if study.config.peaks else conclusions(study))])

@@ -22,6 +22,8 @@ from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
+# it takes years of a CPU
+NOT_RUN = ("atari10",)
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
 
@@ -88,9 +90,11 @@ def test_studies_can_be_run_and_are_the_published_ones(name):
     kinds = {(job.env, *(re.sub(r"(?<![a-z])[-.\de]+\b", "0", word) for word in job.words)): job for job in jobs}
     for job in kinds.values():
         job_config = composed(job.recipe, f"env={job.env}", *(word for word in job.words if "hydra" not in word))
-        assert config.study.least is not None or job_config.env.reward_threshold is not None
+        assert config.study.peaks or config.study.least is not None or job_config.env.reward_threshold is not None
+    if name in NOT_RUN:
+        return
     published = OmegaConf.load(RESULTS / name / tables.STUDY)
-    assert {"also": [], **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
+    assert {"also": [], "peaks": False, **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
 
 
 def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
@@ -393,7 +397,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
 
 def test_published_tables_are_those_of_the_published_runs():
     paths = sorted(RESULTS.glob(f"*/{tables.RUNS}"))
-    assert [path.parent.name for path in paths] == STUDIES
+    assert [path.parent.name for path in paths] == [name for name in STUDIES if name not in NOT_RUN]
     for path in paths:
         found = report.read_study(path.parent)
         assert OmegaConf.structured(found.config).name == path.parent.name
