@@ -43,6 +43,7 @@ from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhN
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.replay import actor_batches, loss_keys, make_replay
 from recipes.common.run import Run
@@ -100,7 +101,7 @@ def make_optimizers(sac: SACConfig, loss_module: SACLoss) -> dict[str, torch.opt
 
 
 def make_update(
-    config: SACRun,
+    config: RunConfig,
     replay: TensorDictReplayBuffer,
     loss_module: SACLoss,
     target: SoftUpdate,

@@ -42,6 +42,7 @@ from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
 from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.replay import actor_batches, loss_keys, make_replay
 from recipes.common.run import Run
@@ -115,7 +116,7 @@ def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> tuple[torch.optim.A
 
 
 def make_update(
-    config: TD3Run,
+    config: RunConfig,
     replay: TensorDictReplayBuffer,
     loss_module: TD3Loss,
     target: SoftUpdate,
@@ -126,7 +127,7 @@ def make_update(
     """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
 
     Args:
-        config: the configuration of the run.
+        config: the configuration of the run, whose hyperparameters are a TD3Config.
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
@@ -148,7 +149,7 @@ def make_update(
             batch["td_error"] = of_critics["td_error"].detach().amax(0)
             critic_step(torch.autograd.grad(loss_qvalue, critic_step.parameters))
             losses = {"loss_qvalue": loss_qvalue}
-            if number % config.td3.policy_delay == 0:
+            if number % config.learning.policy_delay == 0:
                 # without importance-sampling weights; recipes.sac.make_update explains why
                 of_actor = batch.exclude("priority_weight") if actor_batch is None else actor_batch()
                 loss_actor, _ = loss_module.actor_loss(of_actor)

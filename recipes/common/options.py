@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -67,6 +67,10 @@ def explain(error: Exception, recipe: str, words: Sequence[str]) -> str:
         return f"{error.override}: {text}; write key=value, with special characters quoted: 'key={{name: [value]}}'"
     if found := re.search(r"Could not find '([^/]+)/([^']+)'", text):
         return _no_such_choice(found[1], found[2], recipe)
+    if found := re.search(r"Could not load '([^/]+)/([^']+)'", text):
+        names = [name for name in environments(found[1]) if name != "atari"]
+        hint = did_you_mean(found[2], names) or f"; choose {', '.join(names)}"
+        return f"env={found[2]}: algorithm={found[1]} has no settings for it{hint}"
     if found := re.search(r"Could not (?:override|delete)(?: from config)?[:.]? *'([^']+)'", text):
         return _no_such_key(found[1], recipe, words)
     return text
@@ -116,19 +120,24 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     name = recipe.split(".")[-1]
     config = compose_config(recipe, words, hydra=True)
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
+    # recipes.distributed has the hyperparameters of an algorithm, which are no choice of their own
+    algorithm = chosen.get("algorithm", RECIPES.get(recipe))
     parts = [_docstring(recipe), "Groups of options, with their default choices; --help env=<choice> shows another:"]
     for group, choice in chosen.items():
-        if group != RECIPES.get(recipe):
-            names = environments(recipe) if group == "env" else choices_of(group)
+        if group != algorithm:
+            names = environments(algorithm) if group == "env" and algorithm else choices_of(group)
             allowed = schema.samplers if group == "sampler" else names
             parts.append(_wrapped(f"  {group}={choice}: " + ", ".join(each for each in names if each in allowed), 4))
     parts.append("Options with their defaults; write the +, too, where there is one:")
     comments = _comments(CONF / "run.yaml") | _comments(CONF / f"{name}.yaml")
-    own = {key: value for key, value in config.items() if key not in (*chosen, "hydra")}
+    own = {key: value for key, value in config.items() if key not in (*chosen, algorithm, "hydra")}
     parts += _table(_listed("", own, comments))
+    if chosen.pop("algorithm", None):
+        chosen[algorithm] = chosen["env"]
     for group, choice in chosen.items():
         parts.append(f"\n{group}={choice}:")
-        parts += _table(_rows(group, choice, config[group], get_type_hints(schema).get(group)))
+        hint = get_type_hints(schema).get(group)
+        parts += _table(_rows(group, choice, config[group], next(filter(is_dataclass, get_args(hint)), hint)))
     parts += _table([("hydra.run.dir=<directory>", "directory of the run"), ("-m seed=1,2,3", "all combinations")])
     return "\n".join(parts)
 

@@ -24,7 +24,7 @@ from torchrl.envs.gym_like import BaseInfoDictReader
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.collector import environment_seed
 from recipes.common.config import EVENT_TABLES, EnvConfig
-from recipes.common.environment import make_discrete_env
+from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError, LostProcess
 from recipes.common.files import CHECKPOINT
 from recipes.common.progress import warn
@@ -112,6 +112,7 @@ class RemoteReplay(ShardedReplayBuffer):
         config: the run's configuration. The shards share the capacity.
         device: device of the batches.
         run_dir: directory of the run, with its checkpoint.
+        td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
 
     Raises:
         ConfigError: see :func:`~recipes.common.replay.make_replay`; also if the sampler cannot draw from several
@@ -121,13 +122,13 @@ class RemoteReplay(ShardedReplayBuffer):
     # the samplers are in the actors
     sampler = None
 
-    def __init__(self, config: DistributedRun, device: torch.device, run_dir: Path):
+    def __init__(self, config: DistributedRun, device: torch.device, run_dir: Path, td_error: str):
         learning, name = config.learning, config.sampler["name"]
-        # Built only to check the settings before an actor is started. The loss writes SQUARED TD errors.
-        make_replay(config, torch.device("cpu"), td_error="squared")
+        # Built only to check the settings before an actor is started.
+        make_replay(config, torch.device("cpu"), td_error=td_error)
         capacity, streams = learning.buffer_size // config.num_shards, config.num_collectors * config.num_envs
         # The actor builds sampler and writer separately; they find their common tables through the storage.
-        arguments = config.env, dict(config.sampler), capacity, learning.num_updates(), streams, "squared"
+        arguments = config.env, dict(config.sampler), capacity, learning.num_updates(), streams, td_error
         writer = partial(_event_writer, *arguments) if name in EVENT_TABLES else None
         try:
             super().__init__(
@@ -181,7 +182,7 @@ def make_remote_env(config: EnvConfig, num_envs: int) -> EnvBase:
     """Make the environment of a collector, inside its actor; several are stepped one after the other."""
 
     def make() -> EnvBase:
-        env = GymWrapper(make_discrete_env(config, training=True), categorical_action_encoding=True, device=None)
+        env = GymWrapper(make_env(config, training=True), categorical_action_encoding=True, device=None)
         if config.flags:
             env.set_info_dict_reader(FlagReader(config.flags))
         return env

@@ -352,25 +352,40 @@ class R2D2Run(FixedRoundsRunConfig):
 
 @dataclass
 class DistributedRun(RunConfig):
-    """The configuration in conf/distributed.yaml."""
+    """The configuration in conf/distributed.yaml, with the group of hyperparameters of the algorithm."""
 
-    group = "dqn"
     samplers = WITH_LAP
 
-    dqn: DQNConfig = MISSING
+    algorithm: str = one_of("dqn", "td3", "sac")
+    dqn: DQNConfig | None = None
+    td3: TD3Config | None = None
+    sac: SACConfig | None = None
     address: str | None = MISSING
     num_collectors: int = within(">= 1")
     num_shards: int = within(">= 1")
     prefetch: int = within("[0, 16]")
 
+    @property
+    def learning(self) -> Any:
+        """The algorithm's hyperparameters."""
+        return getattr(self, self.algorithm)
+
     def __post_init__(self) -> None:
+        if self.algorithm == "sac" and self.sampler.get("name") == "lap":
+            raise ValueError("sampler=lap: needs the Huber loss, which algorithm=sac has not; use another sampler")
         super().__post_init__()
+        learning = self.learning
         self.require_divides("num_shards", "buffer_size")
-        way = "recipes.distributed does not support it; use recipes.dqn"
+        way = f"recipes.distributed does not support it; use recipes.{self.algorithm}"
         self.require("compile", not self.compile, way)
         self.env.require("name", self.env.atari is None, way)
-        self.dqn.require("n_step", self.dqn.n_step == 1, way)
-        self.dqn.require("cagrad", self.dqn.cagrad is None, way)
+        learning.require("n_step", learning.n_step == 1, way)
+        if self.dqn is not None:
+            self.dqn.require("cagrad", self.dqn.cagrad is None, way)
+        if self.td3 is not None:
+            self.td3.require("noise", self.td3.noise == "gaussian", way)
+            # an update of recipes.td3 ends with that of the actor
+            self.updates_per_graph = self.td3.policy_delay
 
 
 @dataclass

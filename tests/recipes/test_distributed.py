@@ -1,6 +1,7 @@
-"""The distributed DQN: its errors, the actor that owns the buffer, and runs with several collectors."""
+"""The distributed recipe: its errors, the actor that owns the buffer, and runs with several collectors."""
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -71,6 +72,19 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
         "learning_curve.png",
         "checkpoint.zip",
     }
+
+
+@pytest.mark.parametrize("algorithm", ["td3", "sac"])
+def test_continuous_actions(ray_runtime, tmp_path, algorithm):
+    settings = tiny(algorithm)
+    words = composer.composed(f"algorithm={algorithm}", "env=pendulum", "sampler=per", *settings)
+    assert distributed.train(words, tmp_path) == DONE
+    table = rows(tmp_path)
+    assert [row["env_steps"] for row in table] == ["32", "64", "96"]
+    # as many updates as in the algorithm's recipe
+    assert [int(row["updates"]) for row in table] == [0, 4, 8]
+    assert all(math.isfinite(float(row["loss_actor"])) for row in table[1:])
+    assert float(table[0]["epsilon"]) == 0
 
 
 @needs("minatar")
