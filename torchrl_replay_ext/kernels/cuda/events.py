@@ -92,9 +92,7 @@ def _draw(
     width = tl.sum(tl.where(is_its, own[None, :], 0), axis=1)
     rest = (uniform(key, rows) * width.to(tl.float64)).to(tl.int64)
     rest = tl.sum(tl.where(is_its, ahead[None, :], 0), axis=1) + tl.maximum(tl.minimum(rest, width - 1), 0)
-    leaf, mass = find_leaf(
-        tree.leaves, tree.nodes, tree.pages, tree.num_pages, tree.capacity, rest, tree.has_pages, tree.levels, num_rows
-    )
+    leaf, mass = find_leaf(tree, rest)
     slot = tl.load(slot_at + leaf).to(tl.int64)
     slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
     per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)

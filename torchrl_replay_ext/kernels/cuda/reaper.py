@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
+from torchrl_replay_ext.kernels.cuda.episodes import episodes_of, position_of
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, power, sum_before, tree_of
 from torchrl_replay_ext.kernels.reaper import LAST, SPARE
 
@@ -27,13 +27,11 @@ def _reliability(slot, episodes):
     """R of ``slot`` [n], float64; slots out of range are clamped."""
     slot = tl.minimum(tl.maximum(slot, 0), episodes.num_slots - 1).to(tl.int64)
     record = tl.load(episodes.episode + slot).to(tl.int64)
-    record = tl.minimum(tl.maximum(record, 0), episodes.none)
-    largest = tl.maximum(tl.load(episodes.maxima), tl.cast(episodes.least_largest, tl.int64))
-    whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals + record), largest)
+    record = tl.minimum(tl.maximum(record, 0), episodes.totals.capacity - 1)
+    largest = tl.maximum(tl.load(episodes.totals.nodes), tl.cast(episodes.least_largest, tl.int64))
+    whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals.leaves + record), largest)
     is_one = (tl.load(episodes.generation + slot) > tl.load(episodes.updated_at + record)) | (whole <= 0)
-    position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
-    if episodes.tree.has_pages:
-        position = tl.load(episodes.position_of + slot).to(tl.int64)
+    position = position_of(episodes, slot)
     start = tl.load(episodes.start_of + record).to(tl.int64)
     total = sum_before(episodes.tree, position + 1) - sum_before(episodes.tree, start)
     # add the total of the lane if the episode wraps around the end of its ring
@@ -107,10 +105,7 @@ def _draw(
         # the product may be rounded up to the total
         rest = (uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
         rest = begin[:, None] + tl.maximum(tl.minimum(rest, width[:, None] - 1), 0)
-        proposed, mass = find_leaf(
-            masses.leaves, masses.nodes, masses.pages, masses.num_pages, masses.capacity,
-            tl.reshape(rest, [num_rows * num_tries]), masses.has_pages, masses.levels, num_rows * num_tries,
-        )  # fmt: skip
+        proposed, mass = find_leaf(masses, tl.reshape(rest, [num_rows * num_tries]))
         factor = _factor(proposed, slot_at, num_entries, exponent, episodes, has_slots)
         weight = tl.reshape(factor * mass.to(tl.float64), [num_rows, num_tries])
         factor, proposed = tl.reshape(factor, [num_rows, num_tries]), tl.reshape(proposed, [num_rows, num_tries])
@@ -134,8 +129,7 @@ def _draw(
                 node = block + tl.arange(0, num_leaves).to(tl.int64)
                 is_leaf = node < masses.capacity
                 node = tl.where(is_leaf, node, 0)
-                place = place_of(node, masses.pages, masses.num_pages, masses.has_pages)
-                mass = tl.load(masses.leaves + place, mask=is_leaf, other=0)
+                mass = tl.load(masses.leaves + place_of(masses, node), mask=is_leaf, other=0)
                 weight = mass.to(tl.float64) * _factor(node, slot_at, num_entries, exponent, episodes, has_slots)
                 at = passed + tl.cumsum(mass, axis=0) - mass
                 own = (at[None, :] >= begin[:, None]) & (at[None, :] < (begin + width)[:, None])
