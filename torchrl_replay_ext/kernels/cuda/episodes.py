@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
-from torchrl_replay_ext.kernels.cuda.tree import Tree, add, in_one_block, jit, mass_of, put, refresh, tree_of
+from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
+from torchrl_replay_ext.kernels.cuda.tree import Tree, mass_of, put, refresh, tree_of
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
 
 _PAGE_BITS, _LAST_OF_PAGE = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
@@ -42,7 +43,6 @@ class Episodes(NamedTuple):
 class _Memory(NamedTuple):
     """What writes and removals change beside the sums, as one argument of a kernel."""
 
-    num_free_pages: int
     lane_episode: Tensor
     lane_next: Tensor
     count: Tensor
@@ -53,7 +53,7 @@ class _Memory(NamedTuple):
 def episodes_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *arrays: Any) -> Episodes:
     """The argument of a kernel, from the arguments of a loop with or without ``least_largest`` and ``generation``."""
     episode, start_of, totals, maxima = arrays[4], arrays[5], arrays[8], arrays[9]
-    trees = tree_of(totals, maxima, None, len(start_of)), tree_of(leaves, nodes, pages, capacity)
+    trees = tree_of(totals, maxima, None, len(start_of)), tree_of(leaves, nodes, some(pages), capacity)
     return Episodes(*trees, len(episode), *arrays[:8], *arrays[10:])
 
 
@@ -67,7 +67,7 @@ def _none(episodes):
 def _take(free, num_free):
     """Take one of the free ids; ``num_free`` is the length of ``free`` without the last element."""
     tl.debug_barrier()
-    left = tl.minimum(tl.maximum(tl.load(free + num_free).to(tl.int64) - 1, 0), tl.maximum(num_free - 1, 0))
+    left = within(tl.load(free + num_free) - 1, tl.maximum(num_free, 1))
     number = tl.load(free + left).to(tl.int64)
     tl.debug_barrier()
     tl.store(free + num_free, left)
@@ -77,9 +77,9 @@ def _take(free, num_free):
 @jit
 def _give_back(free, num_free, number):
     tl.debug_barrier()
-    place = tl.minimum(tl.maximum(tl.load(free + num_free).to(tl.int64), 0), tl.maximum(num_free - 1, 0))
+    place = within(tl.load(free + num_free), tl.maximum(num_free, 1))
     tl.debug_barrier()
-    tl.store(free + place, tl.minimum(tl.maximum(number, 0), num_free))
+    tl.store(free + place, within(number, num_free + 1))
     tl.store(free + num_free, place + 1)
 
 
@@ -87,7 +87,7 @@ def _give_back(free, num_free, number):
 def position_of(episodes, slot):
     """The position of ``slot``, which may be out of range."""
     position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
-    if episodes.tree.has_pages:
+    if episodes.tree.pages is not None:
         position = tl.load(episodes.position_of + slot).to(tl.int64)
     return position
 
@@ -97,9 +97,8 @@ def _find(episodes, slot):
     """The record of ``slot``, that of empty slots if it is out of range; its position and its lane, in range."""
     record = tl.load(episodes.episode + slot).to(tl.int64)
     record = tl.where(record >= 0, tl.minimum(record, _none(episodes)), _none(episodes))
-    last = tl.cast(episodes.tree.capacity, tl.int64) - 1
-    position = tl.minimum(tl.maximum(position_of(episodes, slot), 0), last)
-    return record, position, tl.minimum(position // episodes.span, tl.cast(episodes.num_lanes, tl.int64) - 1)
+    position = within(position_of(episodes, slot), episodes.tree.capacity)
+    return record, position, within(position // episodes.span, episodes.num_lanes)
 
 
 @jit
@@ -121,12 +120,12 @@ def _remove(episodes, memory, slot):
         tl.store(memory.count + record, left)
         tl.store(episodes.start_of + record, lane * span + (position - lane * span + 1) % span)
         tl.store(episodes.episode + slot, none)
-        if episodes.tree.has_pages:
+        if episodes.tree.pages is not None:
             tl.store(episodes.position_of + slot, tl.cast(episodes.num_lanes, tl.int64) * span)
             if (position & _LAST_OF_PAGE) == _LAST_OF_PAGE:
-                page = episodes.tree.pages + (position >> _PAGE_BITS)
-                _give_back(memory.free_pages, memory.num_free_pages, tl.load(page))
-                tl.store(page, memory.num_free_pages)
+                page, no_page = episodes.tree.pages + (position >> _PAGE_BITS), episodes.tree.num_pages - 1
+                _give_back(memory.free_pages, no_page, tl.load(page))
+                tl.store(page, no_page)
         if (left == 0) & (tl.load(memory.lane_episode + lane) != record):
             _give_back(memory.free_records, none, record)
         tl.debug_barrier()
@@ -137,7 +136,7 @@ def _remove(episodes, memory, slot):
 def _stop(episodes, memory, lane):
     tl.debug_barrier()
     none = _none(episodes)
-    record = tl.minimum(tl.maximum(tl.load(memory.lane_episode + lane), 0), none)
+    record = within(tl.load(memory.lane_episode + lane), none + 1)
     is_empty = (record < none) & (tl.load(memory.count + record) == 0)
     tl.debug_barrier()
     tl.store(memory.lane_episode + lane, none)
@@ -155,19 +154,19 @@ def _write(
         slot, lane = tl.load(slots + row), tl.load(lane_of + row)
         if (slot >= 0) & (slot < episodes.num_slots) & (lane >= 0) & (lane < episodes.num_lanes):
             tl.store(records + 2 * row, _remove(episodes, memory, slot))
-            if episodes.tree.has_pages:
+            if episodes.tree.pages is not None:
                 offset = tl.load(memory.lane_next + lane) % span
                 tl.debug_barrier()
                 tl.store(memory.lane_next + lane, offset + 1)
                 tl.store(episodes.position_of + slot, lane * span + offset)
                 if (offset & _LAST_OF_PAGE) == 0:
-                    page = _take(memory.free_pages, memory.num_free_pages)
+                    page = _take(memory.free_pages, episodes.tree.num_pages - 1)
                     tl.store(episodes.tree.pages + ((lane * span + offset) >> _PAGE_BITS), page)
                 tl.debug_barrier()
             _, position, _ = _find(episodes, slot)
             if tl.load(begins + row) != 0:
                 _stop(episodes, memory, lane)
-                record = tl.minimum(tl.maximum(_take(memory.free_records, none), 0), none - 1)
+                record = within(_take(memory.free_records, none), none)
                 tl.store(memory.lane_episode + lane, record)
                 tl.store(episodes.start_of + record, position)
                 tl.store(memory.count + record, 0)
@@ -175,7 +174,7 @@ def _write(
                 tl.store(episodes.updated_at + record, 0)
                 tl.store(episodes.is_finished + record, False)
                 tl.debug_barrier()
-            record = tl.minimum(tl.maximum(tl.load(memory.lane_episode + lane), 0), none - 1)
+            record = within(tl.load(memory.lane_episode + lane), none)
             put(episodes.tree, position, new)
             _add_to(episodes, record, lane, new)
             add(memory.count + record, 1)
@@ -220,14 +219,10 @@ def _update(episodes, slots, d, number, records, count, is_one: tl.constexpr, nu
     refresh(episodes.totals, episodes.totals.nodes, records, count, False, 64 if num_rows > 64 else num_rows)
 
 
-def _memory_of(*arrays: Any) -> _Memory:
-    return _Memory(len(arrays[-1]) - 1, *arrays)
-
-
 def write(*arguments: Any) -> None:
     """See the loop of the same name."""
     slots, ended, (finished, d, num_writes) = arguments[3], arguments[5], arguments[9:12]
-    state = _memory_of(*arguments[12:17]), episodes_of(*arguments[17:])
+    state = _Memory(*arguments[12:17]), episodes_of(*arguments[17:])
     rows = slots, *assign(*arguments[:9]), ended, finished, d, num_writes
     # the records that have changed
     records = slots.new_full((2 * len(slots),), -1)
@@ -237,11 +232,11 @@ def write(*arguments: Any) -> None:
 def remove(slots, stops, *state):
     """See the loop of the same name."""
     records = torch.full_like(slots, -1)
-    state = _memory_of(*state[:5]), episodes_of(*state[5:])
+    state = _Memory(*state[:5]), episodes_of(*state[5:])
     in_one_block(_remove_all, 16, len(slots), *state, slots, records, stops, num_warps=1)
 
 
 def update(slots, d, number, *episodes):
     """See the loop of the same name."""
-    rows = slots, d, number if len(number) else None, torch.empty_like(slots)
+    rows = slots, d, some(number), torch.empty_like(slots)
     in_one_block(_update, 256, len(slots), episodes_of(*episodes), *rows, is_one=len(d) == 1, num_warps=8)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from torchrl_replay_ext.kernels import lanes_layout
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.launch import jit, some
 
 _NONE, _NEVER = tl.constexpr(lanes_layout.NONE), tl.constexpr(2**63 - 1)
 _TRAJECTORY, _WRITTEN = tl.constexpr(lanes_layout.TRAJECTORY), tl.constexpr(lanes_layout.WRITTEN)
@@ -28,8 +28,7 @@ def _of(values, is_it):
 @jit
 def _assign(
     lanes, interrupted, result, slots, trajectory, ended, initial, lane_of, begins, num_lanes, count,
-    has_ids: tl.constexpr, has_initial: tl.constexpr, is_assigned: tl.constexpr, strictness: tl.constexpr,
-    block: tl.constexpr,
+    is_assigned: tl.constexpr, strictness: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, block).to(tl.int64)
     exists, state = column < num_lanes, lanes + column
@@ -39,15 +38,15 @@ def _assign(
     chain = tl.load(state + _CHAIN * num_lanes, mask=exists, other=_NONE)
     no = tl.full((), 0, tl.int1)
     has_runs, per_lane = no, tl.where(count % num_lanes == 0, count // num_lanes, count)
-    if has_ids:
+    if trajectory is not None:
         for row in range(1, count):
             has_runs = has_runs | (tl.load(trajectory + row) == tl.load(trajectory + row - 1))
     now, lane = tl.max(written, axis=0), tl.cast(0, tl.int64)
     num_interrupted, outcome, cause = tl.cast(0, tl.int64), tl.cast(_DONE, tl.int64), tl.cast(0, tl.int64)
     row = 0
     while (row < count) & (outcome != _TOO_MANY):
-        number = tl.load(trajectory + row) if has_ids else tl.cast(_NONE, tl.int64)
-        is_initial = tl.load(initial + row) != 0 if has_initial else no
+        number = tl.load(trajectory + row) if trajectory is not None else tl.cast(_NONE, tl.int64)
+        is_initial = tl.load(initial + row) != 0 if initial is not None else no
         if is_assigned:
             goes_on = has_runs & (row % per_lane > 0) & (_of(is_open, column == lane) == 0)
             # a free lane, else any, and of these the one written least recently
@@ -92,14 +91,15 @@ def _assign(
 
 
 def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness):
-    """See the loop of the same name; returns ``lane_of``, which is -1 in all rows if the write is refused, and
-    ``begins``."""
+    """See the loop of the same name.
+
+    Returns ``lane_of``, which is -1 in all rows if the write is refused, and ``begins``.
+    """
     lane_of, begins = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
-    num_lanes, rows = lanes.shape[1], (slots, trajectory, ended, initial, lane_of, begins)
+    num_lanes, rows = lanes.shape[1], (slots, some(trajectory), ended, some(initial), lane_of, begins)
     block = triton.next_power_of_2(num_lanes)
     _assign[(1,)](
-        lanes, interrupted, result, *rows, num_lanes, len(slots), has_ids=len(trajectory) > 0,
-        has_initial=len(initial) > 0, is_assigned=is_assigned, strictness=strictness, block=block,
-        num_warps=max(1, min(8, block // 64)),
+        lanes, interrupted, result, *rows, num_lanes, len(slots),
+        is_assigned=is_assigned, strictness=strictness, block=block, num_warps=max(1, min(8, block // 64)),
     )  # fmt: skip
     return lane_of, begins

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from torchrl_replay_ext.kernels.cuda.tree import add, in_one_block, jit, write, write_power
+from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
+from torchrl_replay_ext.kernels.cuda.tree import write, write_power
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, NUMBERS, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
@@ -30,33 +31,32 @@ def _waiting(place, now, mask):
 @jit
 def _drawn(
     slots, density, smallest, num_smallest, beta, generation, draws, num_draws, weight, stamp, size, count,
-    has_weight: tl.constexpr, has_stamp: tl.constexpr, counts_draws: tl.constexpr, num_rows: tl.constexpr,
+    num_rows: tl.constexpr,
 ):  # fmt: skip
     least = tl.full([num_rows], float("inf"), tl.float64)
-    if has_weight:
+    if weight is not None:
         for start in range(0, num_smallest, num_rows):
             rows = start + tl.arange(0, num_rows)
             found = tl.load(smallest + rows, mask=rows < num_smallest, other=0).to(tl.float64)
             least = tl.minimum(least, tl.where(rows < num_smallest, found, float("inf")))
-    least = tl.min(least, axis=0)
+    least = tl.min(least, axis=0) + tl.zeros([num_rows], tl.float64)
     number = tl.cast(0, tl.int64)
-    if counts_draws:
+    if draws is not None:
         number = tl.load(num_draws) + 1
     now = (number & _NUMBERS).to(tl.int32)
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         in_batch = rows < count
         slot = tl.load(slots + rows, mask=in_batch, other=-1)
-        if has_weight:
+        if weight is not None:
             mass = tl.load(density + rows, mask=in_batch, other=0).to(tl.float64)
             can_be_drawn = (mass > 0) & (least > 0)
             ratio = tl.where(can_be_drawn, mass, 1.0) / tl.where(can_be_drawn, least, 1.0)
             result = tl.where(can_be_drawn, tl.exp2(-tl.load(beta) * tl.log2(ratio)), 0.0)
             tl.store(weight + rows, result.to(tl.float32), mask=in_batch)
-        if has_stamp:
-            place = tl.minimum(tl.maximum(slot, 0), size - 1)
-            tl.store(stamp + rows, tl.load(generation + place, mask=in_batch, other=0), mask=in_batch)
-        if counts_draws:
+        if stamp is not None:
+            tl.store(stamp + rows, tl.load(generation + within(slot, size)), mask=in_batch)
+        if draws is not None:
             valid = (slot >= 0) & (slot < size)
             place = draws + 4 * tl.where(valid, slot, 0)
             # of several rows of a slot, the first ones set the same numbers, and all are counted after them
@@ -68,7 +68,7 @@ def _drawn(
             tl.debug_barrier()
             add(place + 1, 1, valid)
             tl.debug_barrier()
-    if counts_draws:
+    if draws is not None:
         tl.store(num_draws, number)
 
 
@@ -99,18 +99,15 @@ def _record(
 
 
 @jit
-def _inspect(
-    slots, error, stamp, real, limit, eps, smallest, rows, count, size,
-    has_stamp: tl.constexpr, has_real: tl.constexpr, squared: tl.constexpr,
-):  # fmt: skip
+def _inspect(slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared: tl.constexpr):
     """The slots of some rows, 0 where they are wrong; which rows are real; why rows are wrong; and their priorities."""
     in_batch = rows < count
     slot = tl.load(slots + rows, mask=in_batch, other=0)
     given = tl.load(error + rows, mask=in_batch, other=0.0).to(tl.float64)
     is_real = in_batch
-    if has_stamp:
+    if stamp is not None:
         is_real = is_real & (tl.load(stamp + rows, mask=in_batch, other=0) >= 0)
-    if has_real:
+    if real is not None:
         is_real = is_real & (tl.load(real + rows, mask=in_batch, other=0) != 0)
     delta = given
     if squared:
@@ -126,8 +123,8 @@ def _inspect(
 def _update(
     slots, error, stamp, real, generation, draws, num_draws, d, d_bits, largest, counts, limit, eps, smallest, kept,
     kept_d, result, size, count,
-    has_stamp: tl.constexpr, has_real: tl.constexpr, counts_draws: tl.constexpr, squared: tl.constexpr,
-    refuses: tl.constexpr, is_own: tl.constexpr, num_rows: tl.constexpr,
+    counts_draws: tl.constexpr, squared: tl.constexpr, refuses: tl.constexpr, is_own: tl.constexpr,
+    num_rows: tl.constexpr,
 ):  # fmt: skip
     first = tl.cast(count, tl.int32)
     why = 0
@@ -135,9 +132,9 @@ def _update(
         for start in range(0, count, num_rows):
             rows = start + tl.arange(0, num_rows)
             slot, is_real, reason, _ = _inspect(
-                slots, error, stamp, real, limit, eps, smallest, rows, count, size, has_stamp, has_real, squared
+                slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared
             )
-            if counts_draws and not has_stamp:
+            if counts_draws and stamp is None:
                 is_empty = tl.load(generation + slot, mask=is_real, other=1) == 0
                 is_empty = is_empty & (tl.load(draws + 4 * slot + 2, mask=is_real, other=1) == 0)
                 reason = tl.where(is_empty & (reason == 0), _EMPTY, reason)
@@ -153,19 +150,19 @@ def _update(
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot, is_real, reason, priority = _inspect(
-            slots, error, stamp, real, limit, eps, smallest, rows, count, size, has_stamp, has_real, squared
+            slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared
         )
         is_real = is_real & goes_on
         usable = is_real & (reason == 0)
         now_in_slot = tl.load(generation + slot, mask=usable, other=0)
         is_late = now_in_slot == 0
-        if has_stamp:
+        if stamp is not None:
             is_late = is_late | (tl.load(stamp + rows, mask=usable, other=0) != now_in_slot)
         if counts_draws and not is_own:
             # the counts of draws may fall below 0, which means the same as 0
             waiting = draws + 4 * slot
             add(waiting + 3, -1, usable & is_late)
-            if not has_stamp:
+            if stamp is None:
                 waits = usable & (is_late == 0) & (_waiting(waiting + 2, now, usable) > 0)
                 # of several rows of a slot, as many are late as draws wait
                 left = tl.atomic_add(waiting + 3, -1, mask=waits)
@@ -198,11 +195,8 @@ def drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, 
     """See the loop of the same name."""
     # the smallest density of all slots, or those of this batch
     smallest = (smallest, 1) if len(smallest) else (density, len(density))
-    state = beta, generation, draws, num_draws, weight, stamp, len(generation)
-    in_one_block(
-        _drawn, _TOGETHER, len(slots), slots, density, *smallest, *state,
-        has_weight=len(weight) > 0, has_stamp=len(stamp) > 0, counts_draws=len(draws) > 0,
-    )  # fmt: skip
+    state = beta, generation, some(draws), num_draws, some(weight), some(stamp), len(generation)
+    in_one_block(_drawn, _TOGETHER, len(slots), slots, density, *smallest, *state)
 
 
 def record(
@@ -222,10 +216,9 @@ def update(
 ):  # fmt: skip
     """See the loop of the same name. The rows of ``kept`` stay where they are in the batch."""
     in_one_block(
-        _update, _TOGETHER, len(slots), slots, error, stamp, real, generation, draws, num_draws, d, d.view(torch.int32),
-        largest, counts, limit, eps, smallest, kept, kept_d, result, len(generation),
-        has_stamp=len(stamp) > 0, has_real=len(real) > 0, counts_draws=counts_draws, squared=squared, refuses=refuses,
-        is_own=is_own,
+        _update, _TOGETHER, len(slots), slots, error, some(stamp), some(real), generation, draws, num_draws, d,
+        d.view(torch.int32), largest, counts, limit, eps, smallest, kept, kept_d, result, len(generation),
+        counts_draws=counts_draws, squared=squared, refuses=refuses, is_own=is_own,
     )  # fmt: skip
     if capacity:
         write_power(leaves, nodes, minima, pages, capacity, kept, kept_d, alpha)

@@ -7,7 +7,8 @@ from typing import Any
 import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.lanes import assign
-from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit, put, tree_of
+from torchrl_replay_ext.kernels.cuda.launch import in_blocks, jit, some, within
+from torchrl_replay_ext.kernels.cuda.tree import put, tree_of
 
 # slices of one thread block
 _ROWS = 64
@@ -53,12 +54,12 @@ def _modulo(number, size):
 def _walk(start, following, leaves, slots, mask, size, length, count, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     in_batch = rows < count
-    slot = tl.minimum(tl.maximum(tl.load(start + rows, mask=in_batch, other=0), 0), size - 1)
+    slot = within(tl.load(start + rows, mask=in_batch, other=0), size)
     is_part = tl.load(leaves + slot) > 0
     for step in range(length):
         tl.store(slots + rows * length + step, slot, mask=in_batch)
         tl.store(mask + rows * length + step, is_part, mask=in_batch)
-        following_slot = tl.minimum(tl.maximum(tl.load(following + slot).to(tl.int64), 0), size - 1)
+        following_slot = within(tl.load(following + slot), size)
         is_part = is_part & (following_slot != slot)
         slot = following_slot
 
@@ -66,8 +67,9 @@ def _walk(start, following, leaves, slots, mask, size, length, count, num_rows: 
 def write(*arguments: Any) -> None:
     """See the loop of the same name."""
     slots, ended = arguments[3], arguments[5]
-    is_padded, time, following, recent, rows, run, *tree = arguments[9:]
-    state = time, following, recent, *recent.shape, rows, run, tree_of(*tree), min(len(following), tree[-1])
+    is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity = arguments[9:]
+    tree = tree_of(leaves, nodes, some(pages), capacity)
+    state = time, following, recent, *recent.shape, rows, run, tree, min(len(following), capacity)
     _write[(1,)](slots, *assign(*arguments[:9]), ended, len(slots), *state, is_padded=is_padded, num_warps=1)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_blocks, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
@@ -26,11 +26,6 @@ _REFRESHED = tl.constexpr(64)
 _MANY = 16384
 
 
-def jit(function: Any) -> Any:
-    """``triton.jit``, with a result of any type."""
-    return triton.jit(function)
-
-
 class Tree(NamedTuple):
     """A tree as one argument of a kernel; see :func:`tree_of`."""
 
@@ -40,38 +35,22 @@ class Tree(NamedTuple):
     pages: Tensor | None
     num_pages: int
     capacity: int
-    has_pages: Any
+    # above the leaves
     levels: Any
 
 
 def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor | None, capacity: int) -> Tree:
     """The tree that a kernel takes, from the arguments of a loop."""
-    has_pages = pages is not None and len(pages) > 0
-    # above the leaves
-    levels = max(1, -(-(capacity - 1).bit_length() // BITS))
-    constants = tl.constexpr(has_pages), tl.constexpr(levels)
-    return Tree(leaves, nodes, len(nodes), pages, len(leaves) >> PAGE_BITS, capacity, *constants)
-
-
-def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel with one thread block for every ``num_rows`` of ``count`` rows."""
-    kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
-
-
-def in_one_block(kernel: Any, most: int, count: int, *arguments: Any, **options: Any) -> None:
-    """Run a kernel with a single thread block, which processes at most ``most`` of ``count`` rows together."""
-    rows = min(most, triton.next_power_of_2(max(count, 1)))
-    options = {"num_warps": max(1, min(8, rows // 32)), **options}
-    kernel[(1,)](*arguments, count, num_rows=rows, **options)
+    levels = tl.constexpr(max(1, -(-(capacity - 1).bit_length() // BITS)))
+    return Tree(leaves, nodes, len(nodes), pages, len(leaves) >> PAGE_BITS, capacity, levels)
 
 
 @jit
 def place_of(tree, leaf):
     """The position of a leaf in ``leaves``."""
     place = leaf
-    if tree.has_pages:
-        page = tl.load(tree.pages + (leaf >> _PAGE_BITS))
-        page = tl.minimum(tl.maximum(page, 0), tree.num_pages - 1)
+    if tree.pages is not None:
+        page = within(tl.load(tree.pages + (leaf >> _PAGE_BITS)), tree.num_pages)
         place = (page << _PAGE_BITS) + (leaf & _PAGE_MASK)
     return place
 
@@ -134,7 +113,7 @@ def sum_before(tree, node):
     """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
     last, begin = _top(tree)
-    node = tl.minimum(tl.maximum(node, 0), last + 1)
+    node = within(node, last + 2)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
     first = place_of(tree, tl.minimum(node & -_CHILDREN, last))
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
@@ -146,19 +125,6 @@ def sum_before(tree, node):
         entries = tree.nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
         running += tl.load(entries, mask=before, other=0)
     return tl.sum(running, axis=1)
-
-
-@jit
-def _prefix(tree, index, total, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    node = tl.load(index + rows, mask=rows < count, other=0)
-    tl.store(total + rows, sum_before(tree, node), mask=rows < count)
-
-
-@jit
-def add(pointer, value, mask=None):
-    """Add to one number or several ones, in any order."""
-    tl.atomic_add(pointer, value, mask=mask, sem="relaxed")
 
 
 @jit
@@ -180,12 +146,9 @@ def put(tree, leaf, mass, mask=None):
 
 
 @jit
-def _get(tree, index, mass, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    leaf = tl.load(index + rows, mask=rows < count, other=-1)
+def _get(tree, leaf):
     is_leaf = (leaf >= 0) & (leaf < tree.capacity)
-    place = place_of(tree, tl.where(is_leaf, leaf, 0))
-    tl.store(mass + rows, tl.load(tree.leaves + place, mask=is_leaf, other=0), mask=rows < count)
+    return tl.load(tree.leaves + place_of(tree, tl.where(is_leaf, leaf, 0)), mask=is_leaf, other=0)
 
 
 @jit
@@ -223,9 +186,7 @@ def refresh(tree, nodes, index, count, is_min: tl.constexpr, num_rows: tl.conste
 
 
 @jit
-def _write(
-    tree, minima, index, mass, alpha, count, is_one: tl.constexpr, track_min: tl.constexpr, num_rows: tl.constexpr
-):
+def _write(tree, minima, index, mass, alpha, count, is_one: tl.constexpr, num_rows: tl.constexpr):
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         leaf = tl.load(index + rows, mask=rows < count, other=-1)
@@ -246,7 +207,7 @@ def _write(
         tl.store(place, new, mask=wins)
         _add_above(tree, leaf, new - old, wins & (new != old))
         tl.debug_barrier()
-    if track_min:
+    if minima is not None:
         refresh(tree, minima, index, count, True, _REFRESHED if num_rows > _REFRESHED else num_rows)
 
 
@@ -257,12 +218,12 @@ def root(nodes, value):
 
 def get(leaves, pages, capacity, index, mass):
     """See the loop of the same name."""
-    in_blocks(_get, 256, len(index), tree_of(leaves, leaves, pages, capacity), index, mass)
+    for_each(_get, tree_of(leaves, leaves, some(pages), capacity), index, mass)
 
 
 def draw(leaves, nodes, pages, capacity, target, leaf, mass):
     """See the loop of the same name, and ``find``: a target in [0, 1) is a fraction of the total."""
-    tree = tree_of(leaves, nodes, pages, capacity)
+    tree = tree_of(leaves, nodes, some(pages), capacity)
     in_blocks(_descend, _ROWS, len(target), tree, target, leaf, mass, is_fraction=target.is_floating_point())
 
 
@@ -271,17 +232,17 @@ find = draw
 
 def prefix(leaves, nodes, pages, capacity, index, total):
     """See the loop of the same name."""
-    in_blocks(_prefix, _ROWS, len(index), tree_of(leaves, nodes, pages, capacity), index, total)
+    for_each(sum_before, tree_of(leaves, nodes, some(pages), capacity), index, total)
 
 
 def write(leaves, nodes, minima, pages, capacity, index, mass, alpha=None):
     """See the loop of the same name; with ``alpha`` that of ``write_power``."""
-    tree, count = tree_of(leaves, nodes, pages, capacity), len(index)
+    tree, count = tree_of(leaves, nodes, some(pages), capacity), len(index)
     if count >= _MANY:
         # the leaves only
         tree = tree._replace(levels=tl.constexpr(0))
-    rows, constants = (minima, index, mass, alpha), {"is_one": len(mass) == 1, "track_min": len(minima) > 0}
-    in_one_block(_write, _WRITTEN, count, tree, *rows, **constants, num_warps=8)
+    rows = some(minima), index, mass, alpha
+    in_one_block(_write, _WRITTEN, count, tree, *rows, is_one=len(mass) == 1, num_warps=8)
     if count >= _MANY:
         rebuild(leaves, nodes, minima, pages, capacity)
 
