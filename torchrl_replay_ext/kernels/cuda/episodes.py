@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl_replay_ext.kernels.cuda.lanes import assign
 from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.cuda.tree import Tree, mass_of, put, refresh, tree_of
+from torchrl_replay_ext.kernels.episodes import Memory
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
 
 _PAGE_BITS, _LAST_OF_PAGE = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
@@ -38,16 +39,6 @@ class Episodes(NamedTuple):
     # of draws only
     least_largest: int = 0
     generation: Any = None
-
-
-class _Memory(NamedTuple):
-    """What writes and removals change beside the sums, as one argument of a kernel."""
-
-    lane_episode: Tensor
-    lane_next: Tensor
-    count: Tensor
-    free_records: Tensor
-    free_pages: Tensor
 
 
 def episodes_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *arrays: Any) -> Episodes:
@@ -222,7 +213,7 @@ def _update(episodes, slots, d, number, records, count, is_one: tl.constexpr, nu
 def write(*arguments: Any) -> None:
     """See the loop of the same name."""
     slots, ended, (finished, d, num_writes) = arguments[3], arguments[5], arguments[9:12]
-    state = _Memory(*arguments[12:17]), episodes_of(*arguments[17:])
+    state = Memory(*arguments[12:17]), episodes_of(*arguments[17:])
     rows = slots, *assign(*arguments[:9]), ended, finished, d, num_writes
     # the records that have changed
     records = slots.new_full((2 * len(slots),), -1)
@@ -232,7 +223,7 @@ def write(*arguments: Any) -> None:
 def remove(slots, stops, *state):
     """See the loop of the same name."""
     records = torch.full_like(slots, -1)
-    state = _Memory(*state[:5]), episodes_of(*state[5:])
+    state = Memory(*state[:5]), episodes_of(*state[5:])
     in_one_block(_remove_all, 16, len(slots), *state, slots, records, stops, num_warps=1)
 
 
