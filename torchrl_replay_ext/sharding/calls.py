@@ -14,7 +14,14 @@ _PAUSE = 0.05
 
 
 class Lost(RuntimeError):
-    """The process of a shard ended before it answered, or those of all shards have ended."""
+    """The process of a shard ended before it answered, or those of all shards have ended.
+
+    Args:
+        message: what was lost.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
 
 
 class RayCalls:

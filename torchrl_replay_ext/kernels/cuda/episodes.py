@@ -43,7 +43,7 @@ class Episodes(NamedTuple):
 
 def episodes_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *arrays: Any) -> Episodes:
     """The argument of a kernel, from the arguments of a loop with or without ``least_largest`` and ``generation``."""
-    episode, start_of, totals, maxima = arrays[4], arrays[5], arrays[8], arrays[9]
+    episode, start_of, _, _, totals, maxima = arrays[4:10]
     trees = tree_of(totals, maxima, None, len(start_of)), tree_of(leaves, nodes, some(pages), capacity)
     return Episodes(*trees, len(episode), *arrays[:8], *arrays[10:])
 

@@ -99,12 +99,10 @@ def _draw(
     mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
     tl.store(slots + rows, slot, mask=in_batch)
     tl.store(probability + rows, mixed, mask=in_batch)
-    if is_mixed:
-        tl.store(density + rows, mixed, mask=in_batch)
-    else:
+    if not is_mixed:
         size = tl.sum(tl.where(is_its, held[None, :], 0), axis=1).to(tl.float64)
-        relative = mass.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
-        tl.store(density + rows, relative, mask=in_batch)
+        mixed = mass.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
+    tl.store(density + rows, mixed, mask=in_batch)
 
 
 @jit

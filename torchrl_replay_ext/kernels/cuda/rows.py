@@ -99,8 +99,9 @@ def _record(
 
 
 @jit
-def _inspect(slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared: tl.constexpr):
+def _inspect(batch, rows, count, squared: tl.constexpr):
     """The slots of some rows, 0 where they are wrong; which rows are real; why rows are wrong; and their priorities."""
+    slots, error, stamp, real, limit, eps, smallest, size = batch
     in_batch = rows < count
     slot = tl.load(slots + rows, mask=in_batch, other=0)
     given = tl.load(error + rows, mask=in_batch, other=0.0).to(tl.float64)
@@ -126,14 +127,13 @@ def _update(
     counts_draws: tl.constexpr, squared: tl.constexpr, refuses: tl.constexpr, is_own: tl.constexpr,
     num_rows: tl.constexpr,
 ):  # fmt: skip
+    batch = slots, error, stamp, real, limit, eps, smallest, size
     first = tl.cast(count, tl.int32)
     why = 0
     if refuses:
         for start in range(0, count, num_rows):
             rows = start + tl.arange(0, num_rows)
-            slot, is_real, reason, _ = _inspect(
-                slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared
-            )
+            slot, is_real, reason, _ = _inspect(batch, rows, count, squared)
             if counts_draws and stamp is None:
                 is_empty = tl.load(generation + slot, mask=is_real, other=1) == 0
                 is_empty = is_empty & (tl.load(draws + 4 * slot + 2, mask=is_real, other=1) == 0)
@@ -149,9 +149,7 @@ def _update(
     best = tl.load(largest)
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
-        slot, is_real, reason, priority = _inspect(
-            slots, error, stamp, real, limit, eps, smallest, rows, count, size, squared
-        )
+        slot, is_real, reason, priority = _inspect(batch, rows, count, squared)
         is_real = is_real & goes_on
         usable = is_real & (reason == 0)
         now_in_slot = tl.load(generation + slot, mask=usable, other=0)
