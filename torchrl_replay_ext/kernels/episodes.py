@@ -1,15 +1,13 @@
 """Loops that write transitions to the episodes of an :class:`~torchrl_replay_ext.core.episodes.EpisodeIndex`.
 
-``arrays`` are the first arguments of :func:`torchrl_replay_ext.kernels.reaper.reliability` after ``result``, up to
-``maxima``. ``memory`` is ``lane_episode`` [lanes], the record of the unfinished episode of each lane, or the extra
-record; ``lane_next`` [lanes], the offset of the next transition in its lane; ``count``, the number of transitions of
-each record; and ``free_records`` and ``free_pages``, whose last element is the number of the free ids before it.
-Slots out of range are skipped. Loops stay in range whatever the arrays hold.
+``arrays`` are those of :class:`Episodes`, ``e`` in short, and ``memory`` those of :class:`Memory`. Slots out of range
+are skipped. Loops stay in range whatever the arrays hold.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +17,40 @@ from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS, UNIT
 
 _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
+
+
+class Episodes(NamedTuple):
+    """The first arguments of :func:`torchrl_replay_ext.kernels.reaper.reliability` after ``result``."""
+
+    leaves: Any
+    nodes: Any
+    pages: Any
+    capacity: Any
+    position_of: Any
+    num_lanes: Any
+    span: Any
+    lane_total: Any
+    episode: Any
+    start_of: Any
+    is_finished: Any
+    updated_at: Any
+    totals: Any
+    maxima: Any
+
+
+class Memory(NamedTuple):
+    """What writes and removals change beside the sums.
+
+    ``lane_episode`` [lanes] is the record of the unfinished episode of each lane, or the extra record; ``lane_next``
+    [lanes], the offset of the next transition in its lane; ``count``, the number of transitions of each record. The
+    last element of ``free_records`` and ``free_pages`` is the number of the free ids before it.
+    """
+
+    lane_episode: Any
+    lane_next: Any
+    count: Any
+    free_records: Any
+    free_pages: Any
 
 
 @part
@@ -37,14 +69,12 @@ def _give_back(free, number):
 
 
 @part
-def _lane_of(position, arrays):
-    lane_total, span = arrays[7], arrays[6]
+def _lane_of(position, span, lane_total):
     return min(max(position // span, 0), lane_total.shape[0] - 1)
 
 
 @part
-def _position_of(slot, arrays):
-    capacity, position_of, num_lanes, span = arrays[3:7]
+def _position_of(slot, position_of, num_lanes, span, capacity):
     position = slot % num_lanes * span + slot // num_lanes
     if position_of.shape[0] > 0:
         position = np.int64(position_of[slot])
@@ -52,43 +82,38 @@ def _position_of(slot, arrays):
 
 
 @part
-def _remove(slot, memory, arrays):
+def _remove(slot, memory, e):
     """Remove the transition in ``slot``, if there is one, from all sums."""
-    lane_episode, _, count, free_records, free_pages = memory
-    leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total = arrays[:8]
-    episode, start_of, _, _, totals, maxima = arrays[8:]
-    none = start_of.shape[0] - 1
-    record = np.int64(episode[slot])
+    none, record = e.start_of.shape[0] - 1, np.int64(e.episode[slot])
     if record < 0 or record >= none:
         return
-    position = _position_of(slot, arrays)
-    lane = _lane_of(position, arrays)
-    change = put(leaves, nodes, pages, capacity, position, 0)
-    totals[record] += change
-    lane_total[lane] += change
-    count[record] -= 1
-    start_of[record] = lane * span + (position - lane * span + 1) % span
-    episode[slot] = none
-    if position_of.shape[0] > 0:
-        position_of[slot] = num_lanes * span
+    position = _position_of(slot, e.position_of, e.num_lanes, e.span, e.capacity)
+    lane = _lane_of(position, e.span, e.lane_total)
+    change = put(e.leaves, e.nodes, e.pages, e.capacity, position, 0)
+    e.totals[record] += change
+    e.lane_total[lane] += change
+    memory.count[record] -= 1
+    e.start_of[record] = lane * e.span + (position - lane * e.span + 1) % e.span
+    e.episode[slot] = none
+    if e.position_of.shape[0] > 0:
+        e.position_of[slot] = e.num_lanes * e.span
         if position & _LAST_OF_PAGE == _LAST_OF_PAGE:
             block = position >> PAGE_BITS
-            _give_back(free_pages, pages[block])
-            pages[block] = free_pages.shape[0] - 1
-    if count[record] == 0 and lane_episode[lane] != record:
-        _give_back(free_records, record)
-    refresh_maximum(totals, maxima, none + 1, record)
+            _give_back(memory.free_pages, e.pages[block])
+            e.pages[block] = memory.free_pages.shape[0] - 1
+    if memory.count[record] == 0 and memory.lane_episode[lane] != record:
+        _give_back(memory.free_records, record)
+    refresh_maximum(e.totals, e.maxima, none + 1, record)
 
 
 @part
-def _stop(lane, memory, arrays):
+def _stop(lane, memory, e):
     """Close the unfinished episode of a lane, if there is one; for reliability it stays unfinished."""
-    lane_episode, _, count, free_records, _ = memory
-    none = arrays[9].shape[0] - 1
-    record = min(max(lane_episode[lane], 0), none)
-    lane_episode[lane] = none
-    if record < none and count[record] == 0:
-        _give_back(free_records, record)
+    none = e.start_of.shape[0] - 1
+    record = min(max(memory.lane_episode[lane], 0), none)
+    memory.lane_episode[lane] = none
+    if record < none and memory.count[record] == 0:
+        _give_back(memory.free_records, record)
 
 
 @loop
@@ -106,64 +131,63 @@ def write(
         lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
     ):
         return
-    memory = lane_episode, lane_next, count, free_records, free_pages
-    leaves, nodes, pages, capacity, position_of, _, span, lane_total = arrays[:8]
-    episode, start_of, is_finished, updated_at, totals, maxima = arrays[8:]
-    none, mass = start_of.shape[0] - 1, np.int64(math.ceil(d[0] * UNIT))
+    memory, e = Memory(lane_episode, lane_next, count, free_records, free_pages), Episodes(*arrays)
+    none, mass = e.start_of.shape[0] - 1, np.int64(math.ceil(d[0] * UNIT))
     for row in range(slots.shape[0]):
         slot, lane = slots[row], lane_of[row]
-        if slot < 0 or slot >= episode.shape[0] or lane < 0 or lane >= lane_episode.shape[0]:
+        if slot < 0 or slot >= e.episode.shape[0] or lane < 0 or lane >= lane_episode.shape[0]:
             continue
-        _remove(slot, memory, arrays)
-        if position_of.shape[0] > 0:
-            offset = lane_next[lane] % span
+        _remove(slot, memory, e)
+        if e.position_of.shape[0] > 0:
+            offset = lane_next[lane] % e.span
             lane_next[lane] = offset + 1
-            position_of[slot] = lane * span + offset
+            e.position_of[slot] = lane * e.span + offset
             if offset & _LAST_OF_PAGE == 0:
-                pages[(lane * span + offset) >> PAGE_BITS] = _take(free_pages)
-        position = _position_of(slot, arrays)
+                e.pages[(lane * e.span + offset) >> PAGE_BITS] = _take(free_pages)
+        position = _position_of(slot, e.position_of, e.num_lanes, e.span, e.capacity)
         if begins[row]:
-            _stop(lane, memory, arrays)
+            _stop(lane, memory, e)
             record = min(max(np.int64(_take(free_records)), 0), none - 1)
-            lane_episode[lane], start_of[record] = record, position
-            count[record], totals[record], updated_at[record], is_finished[record] = 0, 0, 0, False
+            lane_episode[lane], e.start_of[record] = record, position
+            count[record], e.totals[record], e.updated_at[record], e.is_finished[record] = 0, 0, 0, False
         record = min(max(lane_episode[lane], 0), none - 1)
-        put(leaves, nodes, pages, capacity, position, mass)
-        totals[record] += mass
-        lane_total[lane] += mass
+        put(e.leaves, e.nodes, e.pages, e.capacity, position, mass)
+        e.totals[record] += mass
+        e.lane_total[lane] += mass
         count[record] += 1
-        episode[slot] = record
-        refresh_maximum(totals, maxima, none + 1, record)
+        e.episode[slot] = record
+        refresh_maximum(e.totals, e.maxima, none + 1, record)
         if ended[row]:
-            is_finished[record], updated_at[record] = finished[row], num_writes[0] + 1
+            e.is_finished[record], e.updated_at[record] = finished[row], num_writes[0] + 1
             lane_episode[lane] = none
 
 
 @loop
 def remove(slots, stops, lane_episode, lane_next, count, free_records, free_pages, *arrays):
     """Remove the transitions in ``slots`` [n]; if ``stops``, unfinished episodes do not continue."""
-    memory = lane_episode, lane_next, count, free_records, free_pages
+    memory, e = Memory(lane_episode, lane_next, count, free_records, free_pages), Episodes(*arrays)
     for row in range(slots.shape[0]):
-        if 0 <= slots[row] < arrays[8].shape[0]:
-            _remove(slots[row], memory, arrays)
+        if 0 <= slots[row] < e.episode.shape[0]:
+            _remove(slots[row], memory, e)
     for lane in range(lane_episode.shape[0] if stops else 0):
-        _stop(lane, memory, arrays)
+        _stop(lane, memory, e)
 
 
 @loop
-def update(slots, d, number, *arrays):
+def update(
+    slots, d, number, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
+    episode, start_of, is_finished, updated_at, totals, maxima,
+):  # fmt: skip
     """Set the masses of ``slots`` [n], in order; slots without a transition are skipped.
 
     ``d``: their priorities, [n], or [1] for all rows. ``number`` is the number of the last write, [1], after which
     transitions of these episodes are new; empty: no change.
     """
-    leaves, nodes, pages, capacity, _, _, _, lane_total = arrays[:8]
-    episode, start_of, _, updated_at, totals, maxima = arrays[8:]
     none, count = start_of.shape[0] - 1, slots.shape[0]
     record, position, change = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        record[row], position[row] = np.int64(episode[slot]), _position_of(slot, arrays)
+        record[row], position[row] = np.int64(episode[slot]), _position_of(slot, position_of, num_lanes, span, capacity)
         if slot != slots[row] or record[row] < 0 or record[row] >= none:
             position[row] = -1
         change[row] = np.int64(math.ceil(np.float64(d[min(row, d.shape[0] - 1)]) * UNIT))
@@ -171,7 +195,7 @@ def update(slots, d, number, *arrays):
     for row in range(count):
         if position[row] >= 0:
             totals[record[row]] += change[row]
-            lane_total[_lane_of(position[row], arrays)] += change[row]
+            lane_total[_lane_of(position[row], span, lane_total)] += change[row]
             if number.shape[0] > 0:
                 updated_at[record[row]] = number[0]
     for row in range(count):

@@ -20,7 +20,7 @@ from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split, take
 from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
-from torchrl_replay_ext.sharding.group import Sent, ShardGroup, file_of
+from torchrl_replay_ext.sharding.group import Sent, ShardGroup
 from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose
 from torchrl_replay_ext.sharding.shard import drawing_sampler, joint_distribution, rows_per_draw
 from torchrl_replay_ext.sharding.writer import ShardWriter
@@ -45,7 +45,7 @@ class ShardedReplayBuffer:
     the smallest probability and the largest priority of all shards. Batches are fetched from all shards at the same
     time, ahead of use.
 
-    * **Episodes** stay in one shard: a new one goes to the shard with the fewest transitions. Transitions need
+    * **Episodes** stay in one shard: a new one goes to the shard to which the fewest transitions were sent. They need
       trajectory ids (``traj_key``) that are unique among all writers, and the ends of episodes (``done_key``).
     * **Collectors** write to the shards directly: pass this object as ``replay_buffer`` to TorchRL's RayCollector, or
       give each process one of :meth:`clients`.
@@ -147,7 +147,9 @@ class ShardedReplayBuffer:
         calls = calls or RayCalls({"num_cpus": 1, **(remote_config or {})})
         parts |= {"traj_key": traj_key, "done_key": key_path(done_key), "seed": None if seed is None else seed + 1}
         shards = [{**parts, "number": number} for number in range(num_shards)]
-        self._group = ShardGroup(calls, shards, restored, on_loss or warn, timeout)
+        # the last checkpoint of the present content
+        self._checkpoint: Path | None = None
+        self._group = ShardGroup(calls, shards, restored or self._saved, on_loss or warn, timeout)
         keys: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key}
         self._make_writer = partial(ShardWriter, self._group.handles, calls, **keys, timeout=timeout)
         self._writer = self._make_writer(on_loss=on_loss)
@@ -298,7 +300,7 @@ class ShardedReplayBuffer:
         """
         self._discard()
         self._group.call_all("empty")
-        self._group.checkpoint = None
+        self._checkpoint = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, copied to this process.
@@ -335,7 +337,7 @@ class ShardedReplayBuffer:
         new.mkdir()
         self._group.call_all("dumps", lambda number: (file_of(new, number),))
         (new / _COMPLETE).touch()
-        self._group.checkpoint = new
+        self._checkpoint = new
         for entry in before:
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -363,7 +365,11 @@ class ShardedReplayBuffer:
                 f"num_shards={len(sources)}."
             )
         self._group.call_all("restore", lambda number: (sources[number], False))
-        self._group.checkpoint = checkpoint
+        self._checkpoint = checkpoint
+
+    def _saved(self, number: int) -> str | None:
+        """The file of a shard in the last checkpoint; None if there is none."""
+        return self._checkpoint and file_of(self._checkpoint, number)
 
     def _discard(self) -> None:
         """Forget the batches that were requested ahead."""
@@ -374,6 +380,11 @@ class ShardedReplayBuffer:
         """End all shards."""
         self._requests.clear()
         self._group.stop()
+
+
+def file_of(checkpoint: Path, number: int) -> str:
+    """The file of a shard in a checkpoint."""
+    return str(checkpoint / f"shard{number}.pt")
 
 
 def combine(parts: list[tuple[dict[str, float], int]]) -> dict[str, float]:

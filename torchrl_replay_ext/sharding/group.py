@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchrl_replay_ext.samplers.base import ShardRows
@@ -22,8 +21,8 @@ class ShardGroup:
     Args:
         calls: starts and calls shards.
         arguments: those of each shard.
-        restored: called with the number of a shard that was started again; returns its state, or None for an empty
-            shard. None: the shard continues from the last checkpoint.
+        restored: called with the number of a shard that was started again; returns its state or the file with it, or
+            None for an empty shard.
         on_loss: called with a message if the process of a shard has ended.
         timeout: the longest time to wait for processes, in seconds.
     """
@@ -32,18 +31,15 @@ class ShardGroup:
         self,
         calls: RayCalls,
         arguments: Sequence[dict[str, Any]],
-        restored: Callable[[int], dict[str, Any] | None] | None,
+        restored: Callable[[int], dict[str, Any] | str | None],
         on_loss: Callable[[str], None],
         timeout: float,
     ):
-        self._calls, self._on_loss, self._timeout = calls, on_loss, timeout
-        self._restored = restored
+        self._calls, self._restored, self._on_loss, self._timeout = calls, restored, on_loss, timeout
         self.handles = [calls.start(each) for each in arguments]
         # the newest report of each shard; an empty one of the last process if it is lost
         self.reports = [Report()] * len(self.handles)
         self._lost = LostShards(calls, self.handles)
-        # the last checkpoint of the present content
-        self.checkpoint: Path | None = None
         # state of the schedules of annealed hyperparameters
         self._schedules: dict[str, list] | None = None
         self.lost_shards = self.lost_rows = 0
@@ -163,10 +159,10 @@ class ShardGroup:
         return len(self) - len(self._lost.numbers)
 
     def _restore(self, number: int, report: Report) -> Report:
-        """Restore a shard from the last checkpoint, if there is one; return its newest report."""
-        answer, saved = self.handles[number].answer, self.checkpoint and file_of(self.checkpoint, number)
+        """Restore a shard, if there is a state for it; return its newest report."""
+        answer = self.handles[number].answer
         try:
-            if (source := self._restored(number) if self._restored else saved) is not None:
+            if (source := self._restored(number)) is not None:
                 # writers may have written to the new process already
                 report, _ = self._calls.get(answer.remote("restore", source, True))
         except Lost:
@@ -185,8 +181,3 @@ class ShardGroup:
         """End all shards."""
         for shard in self.handles:
             self._calls.stop(shard)
-
-
-def file_of(checkpoint: Path, number: int) -> str:
-    """The file of a shard in a checkpoint."""
-    return str(checkpoint / f"shard{number}.pt")

@@ -117,13 +117,9 @@ class JointDraw:
             probability: that a row lies in each shard, float64 [shards].
             reports: the reports after the draw.
         """
-        scaled = []
-        for in_shard, report in zip(probability, reports, strict=True):
-            if report.mass[0] > 0 and in_shard > 0:
-                if report.smallest is None:
-                    return None
-                scaled.append(report.smallest * in_shard / report.mass[0])
-        return min(scaled, default=None)
+        drawn = [(p, report) for p, report in zip(probability, reports, strict=True) if report.mass[0] > 0 and p > 0]
+        scaled = [report.smallest * p / report.mass[0] for p, report in drawn if report.smallest is not None]
+        return min(scaled, default=None) if len(scaled) == len(drawn) else None
 
 
 def choose(parts: list[Arrays], wanted: int, unit: int, generator: torch.Generator | None) -> Arrays:

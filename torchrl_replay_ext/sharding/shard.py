@@ -227,7 +227,6 @@ class ReplayShard:
         stored = _torchrl.stored_data(self._storage)
         return None if stored is None else describe(to_arrays(stored[:1].exclude("index")))
 
-    def write(self, rows: Arrays) -> int:
-        """Write rows; return the number of stored transitions."""
+    def write(self, rows: Arrays) -> None:
+        """Write rows."""
         self._buffer.extend(from_arrays(rows))
-        return len(self._buffer)

@@ -18,9 +18,9 @@ RESERVED = {SHARD_KEY, DENSITY}
 class ShardWriter:
     """Writes transitions to shards; each process that collects transitions has one.
 
-    A new episode goes to the shard with the fewest stored transitions, and all its transitions follow. If the process
-    of a shard ends, rows on the way to it are lost, and its open episodes begin again with their next step, in another
-    shard or in the new process.
+    A new episode goes to the shard to which the fewest transitions were sent, and all its transitions follow. If the
+    process of a shard ends, rows on the way to it are lost, and its open episodes begin again with their next step, in
+    another shard or in the new process.
 
     Args:
         shards: handles of the shards.
@@ -48,16 +48,15 @@ class ShardWriter:
         self._homes: dict[int, int] = {}
         # the entries of the rows; None before the first write
         self._columns: Any = None
-        # number of rows in each shard, and of those sent there since the last loss, which balances full shards
-        self._load = [(0, 0)] * len(shards)
-        self._rows_written = 0
+        # number of rows sent to each shard
+        self._sent = [0] * len(shards)
         # number of rows that were on the way to a process that has ended
         self.lost_rows = 0
 
     @property
     def write_count(self) -> int:
         """Number of transitions that this writer has sent, including lost ones."""
-        return self._rows_written
+        return sum(self._sent)
 
     def extend(self, data: TensorDictBase) -> None:
         """Write transitions [n], those of each episode in time order.
@@ -96,10 +95,7 @@ class ShardWriter:
         for number, answer in enumerate(get_all(self._calls, calls)):
             if isinstance(answer, Lost):
                 self._lose(number, num_rows(parts[number]))
-            elif answer is not None:
-                self._load[number] = answer, self._load[number][1] + num_rows(parts[number])
         self._columns = columns
-        self._rows_written += len(data)
 
     def _can_write(self) -> bool:
         self._lost.returned()
@@ -137,14 +133,14 @@ class ShardWriter:
         """The shard of each row, int64 [n]."""
         episode, done = rows[self._traj_key].reshape(-1), rows[self._done_key].reshape(num_rows(rows), -1).any(1)
         numbers, first, which = np.unique(episode, return_index=True, return_inverse=True)
-        count, load, home = np.bincount(which).tolist(), [*self._load], np.zeros(len(numbers), dtype=np.int64)
+        count, home = np.bincount(which).tolist(), np.zeros(len(numbers), dtype=np.int64)
         usable = {*range(len(self._shards))} - {*self._lost.numbers}
         for place in np.argsort(first):
             number = int(numbers[place])
             if number not in self._homes:
-                self._homes[number] = min(usable, key=load.__getitem__)
-            shard = home[place] = self._homes[number]
-            load[shard] = load[shard][0] + count[place], load[shard][1] + count[place]
+                self._homes[number] = min(usable, key=self._sent.__getitem__)
+            home[place] = self._homes[number]
+            self._sent[home[place]] += count[place]
         for number in np.unique(episode[done]).tolist():
             del self._homes[number]
         return home[which]
@@ -153,7 +149,5 @@ class ShardWriter:
         """Note that the process of a shard has ended, with ``count`` rows on the way to it."""
         self._lost.add(shard)
         self._homes = {number: home for number, home in self._homes.items() if home != shard}
-        self._load = [(length, 0) for length, _ in self._load]
-        self._load[shard] = 0, 0
         self.lost_rows += count
         self._on_loss(f"the process of shard {shard} has ended, and {count} transitions on the way to it are lost")

@@ -7,8 +7,9 @@ import triton.language as tl
 
 from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
+from torchrl_replay_ext.kernels.cuda.launch import in_blocks, jit, some, within
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, mass_of, power, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, mass_of, power, sum_before, tree_of
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
 _UNIT = tl.constexpr(events.UNIT)
@@ -92,21 +93,16 @@ def _draw(
     width = tl.sum(tl.where(is_its, own[None, :], 0), axis=1)
     rest = (uniform(key, rows) * width.to(tl.float64)).to(tl.int64)
     rest = tl.sum(tl.where(is_its, ahead[None, :], 0), axis=1) + tl.maximum(tl.minimum(rest, width - 1), 0)
-    leaf, mass = find_leaf(
-        tree.leaves, tree.nodes, tree.pages, tree.num_pages, tree.capacity, rest, tree.has_pages, tree.levels, num_rows
-    )
-    slot = tl.load(slot_at + leaf).to(tl.int64)
-    slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
+    leaf, mass = find_leaf(tree, rest)
+    slot = within(tl.load(slot_at + leaf), num_slots)
     per_mass = tl.where(own > 0, share / tl.where(own > 0, own, 1).to(tl.float64), 0.0)
     mixed = _mixed(slot, per_mass, tree.leaves, tree.capacity, places, num_slots, tables, lists, pad)
     tl.store(slots + rows, slot, mask=in_batch)
     tl.store(probability + rows, mixed, mask=in_batch)
-    if is_mixed:
-        tl.store(density + rows, mixed, mask=in_batch)
-    else:
+    if not is_mixed:
         size = tl.sum(tl.where(is_its, held[None, :], 0), axis=1).to(tl.float64)
-        relative = mass.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
-        tl.store(density + rows, relative, mask=in_batch)
+        mixed = mass.to(tl.float64) * (size / tl.maximum(width, 1).to(tl.float64))
+    tl.store(density + rows, mixed, mask=in_batch)
 
 
 @jit
@@ -115,8 +111,7 @@ def _mixture(
     pad: tl.constexpr, num_rows: tl.constexpr,
 ):  # fmt: skip
     rows, k = tl.program_id(0) * num_rows + tl.arange(0, num_rows), tl.arange(0, pad)
-    slot = tl.load(slots + rows, mask=rows < count, other=0)
-    slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)
+    slot = within(tl.load(slots + rows, mask=rows < count, other=0), num_slots)
     per_mass = tl.load(weights + k, mask=k < tables, other=0.0)
     mixed = _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists, pad)
     tl.store(probability + rows, mixed, mask=rows < count)
@@ -173,7 +168,7 @@ def draw(
     count, tables, (lists, num_slots) = len(table), len(counts), places.shape
     # the leaves of the tree after the last position have no mass
     _draw[(triton.cdiv(max(count, 1), _ROWS),)](
-        seed, shares, min_sizes, tree_of(leaves, nodes, pages, len(slot_at)), counts, begins, slot_at, places,
+        seed, shares, min_sizes, tree_of(leaves, nodes, some(pages), len(slot_at)), counts, begins, slot_at, places,
         num_slots, lists, table, *results, count, tables, allocation=allocation, is_mixed=is_mixed,
         pad=max(2, triton.next_power_of_2(tables)), num_rows=_ROWS, together=_TOGETHER,
     )  # fmt: skip

@@ -10,15 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.launch import add, jit, within
 
 # numbers of a frame, or frames, that are processed together
 _BLOCK = tl.constexpr(1024)
-
-
-@jit
-def _within(number, count):
-    return tl.minimum(tl.maximum(number.to(tl.int64), 0), count - 1)
 
 
 @jit
@@ -51,7 +46,7 @@ def _follow(slots, trajectory, streams, counts, last, count, size, num_streams, 
         is_own = exists & (ids == own) & (number > 0)
         is_next = stream == tl.argmin(tl.where(is_own, -1, number), axis=0)
         in_write = tl.maximum(number - written - 1, -1)
-        found = tl.where(in_write >= 0, -1 - in_write, _within(slot, size))
+        found = tl.where(in_write >= 0, -1 - in_write, within(slot, size))
         tl.store(last + row, tl.min(tl.where(is_own & is_next, found, size), axis=0))
         ids, slot = tl.where(is_next, own, ids), tl.where(is_next, tl.load(slots + row), slot)
         number = tl.where(is_next, written + row + 1, number)
@@ -63,20 +58,17 @@ def _follow(slots, trajectory, streams, counts, last, count, size, num_streams, 
 
 
 @jit
-def _compare(
-    before, after, frames, ids, last, codes, counts, refused, k, length, size, num_frames, refuses: tl.constexpr
-):  # fmt: skip
+def _compare(before, after, frames, ids, last, codes, counts, refused, k, length, size, num_frames, refuses):
     i = tl.program_id(0).to(tl.int64)
     row, number = i // (k + 1), i % (k + 1)
     if number == 0:
         begin = row * k * length
         is_apart = _differ(before + begin + length, after + begin, (k - 1) * length) > 0
         tl.atomic_min(refused, row, mask=is_apart)
-        if not refuses:
-            tl.atomic_add(counts + 1, tl.full((), 1, tl.int64), mask=is_apart)
+        add(counts + 1, 1, is_apart & (refuses == 0))
     found = tl.load(last + row)
     is_stored = (found >= 0) & (found < size) & (number < k)
-    shared = _within(tl.load(ids + found * (k + 1) + number + 1, mask=is_stored, other=0), num_frames)
+    shared = within(tl.load(ids + found * (k + 1) + number + 1, mask=is_stored, other=0), num_frames)
     shared = tl.where((found < 0) & (number < k), -1 - ((-1 - found) * (k + 1) + number + 1), shared)
     code, frame = -1 - i, _find(-1 - i, before, after, frames, k, length)
     for attempt in tl.static_range(3):
@@ -89,35 +81,32 @@ def _compare(
 
 @jit
 def _place_of(i, mask, slots, width, size):
-    return _within(tl.load(slots + i // width, mask=mask, other=0), size) * width + i % width
+    return within(tl.load(slots + i // width, mask=mask, other=0), size) * width + i % width
 
 
 @jit
-def _exchange(
-    by: tl.constexpr, goes_on, slots, codes, ids, references, free, total, width, size, num_frames
-):  # fmt: skip
-    num_free = _within(tl.load(free + num_frames - 1), num_frames)
+def _exchange(by: tl.constexpr, slots, codes, ids, references, free, total, width, size, num_frames):
+    """See the loop of the same name."""
+    num_free = within(tl.load(free + num_frames - 1), num_frames)
     for begin in range(0, total, _BLOCK):
         i = begin + tl.arange(0, _BLOCK)
         code = tl.load(codes + i, mask=i < total, other=-1)
-        tl.atomic_add(references + code, tl.full([_BLOCK], by, tl.int32), mask=goes_on & (code >= 0))
+        add(references + code, by, code >= 0)
     tl.debug_barrier()
     for begin in range(0, total, _BLOCK):
         i = begin + tl.arange(0, _BLOCK)
-        mask = goes_on & (i < total)
-        old = _within(tl.load(ids + _place_of(i, mask, slots, width, size), mask=mask, other=0), num_frames)
-        is_freed = mask & (tl.atomic_add(references + old, tl.full([_BLOCK], -by, tl.int32), mask=mask) == by)
+        mask = i < total
+        old = within(tl.load(ids + _place_of(i, mask, slots, width, size), mask=mask, other=0), num_frames)
+        is_freed = mask & (tl.atomic_add(references + old, -by, mask=mask) == by)
         place = num_free + tl.cumsum(is_freed.to(tl.int64), axis=0) - 1
-        tl.store(free + _within(place, num_frames - 1), old, mask=is_freed)
+        tl.store(free + within(place, num_frames - 1), old, mask=is_freed)
         num_free += tl.sum(is_freed.to(tl.int64), axis=0)
     tl.debug_barrier()
     return num_free
 
 
 @jit
-def _link(
-    slots, codes, given, ids, references, free, counts, refused, count, width, size, num_frames, refuses: tl.constexpr
-):  # fmt: skip
+def _link(slots, codes, given, ids, references, free, counts, refused, count, width, size, num_frames, refuses):
     total, num_new = count * width, tl.full((), 0, tl.int64)
     for begin in range(0, total, _BLOCK):
         i = (begin + tl.arange(0, _BLOCK)).to(tl.int64)
@@ -129,38 +118,33 @@ def _link(
         tl.store(codes + i, code, mask=i < total)
         num_new += tl.sum((code == -1 - i).to(tl.int64), axis=0)
     tl.debug_barrier()
-    goes_on = count >= 0
-    left = _exchange(1, goes_on, slots, codes, ids, references, free, total, width, size, num_frames)
-    if refuses:
-        fails = (tl.load(refused) < count) | (left < num_new)
-        _exchange(-1, fails, slots, codes, ids, references, free, total, width, size, num_frames)
-        goes_on = fails == 0
-    lost = tl.maximum(num_new - left, 0)
-    for begin in range(0, total, _BLOCK):
-        i = (begin + tl.arange(0, _BLOCK)).to(tl.int64)
-        is_new = goes_on & (i < total) & (tl.load(codes + i, mask=i < total, other=0) == -1 - i)
-        place = left - tl.cumsum(is_new.to(tl.int64), axis=0)
-        number = tl.load(free + _within(place, num_frames - 1), mask=is_new & (place >= 0), other=0)
-        tl.store(given + i, _within(number, num_frames), mask=i < total)
-        left -= tl.sum(is_new.to(tl.int64), axis=0)
-    tl.debug_barrier()
-    for begin in range(0, total, _BLOCK):
-        i = begin + tl.arange(0, _BLOCK)
-        mask = goes_on & (i < total)
-        code = tl.load(codes + i, mask=mask, other=0)
-        number = tl.where(code < 0, tl.load(given - 1 - code, mask=code < 0, other=0), code)
-        tl.atomic_add(references + number, tl.full([_BLOCK], 1, tl.int32), mask=code < 0)
-        tl.store(ids + _place_of(i, mask, slots, width, size), number, mask=mask)
-    tl.store(free + num_frames - 1, tl.maximum(left, 0), mask=goes_on)
-    tl.store(counts, tl.load(counts) + lost, mask=goes_on)
-    tl.store(refused, -1, mask=goes_on)
+    left = _exchange(1, slots, codes, ids, references, free, total, width, size, num_frames)
+    if refuses & ((tl.load(refused) < count) | (left < num_new)):
+        _exchange(-1, slots, codes, ids, references, free, total, width, size, num_frames)
+    else:
+        tl.store(counts, tl.load(counts) + tl.maximum(num_new - left, 0))
+        for begin in range(0, total, _BLOCK):
+            i = (begin + tl.arange(0, _BLOCK)).to(tl.int64)
+            code = tl.load(codes + i, mask=i < total, other=0)
+            is_new = code == -1 - i
+            place = left - tl.cumsum(is_new.to(tl.int64), axis=0)
+            number = tl.load(free + within(place, num_frames - 1), mask=is_new & (place >= 0), other=0)
+            tl.store(given + i, within(number, num_frames), mask=i < total)
+            left -= tl.sum(is_new.to(tl.int64), axis=0)
+            # the frame that a code stands for is in this block or in one before
+            tl.debug_barrier()
+            number = tl.where(code < 0, tl.load(given - 1 - code, mask=code < 0, other=0), code)
+            add(references + number, 1, code < 0)
+            tl.store(ids + _place_of(i, i < total, slots, width, size), number, mask=i < total)
+        tl.store(free + num_frames - 1, tl.maximum(left, 0))
+        tl.store(refused, -1)
 
 
 @jit
-def _copy(before, after, frames, codes, given, k, length):
+def _copy(before, after, frames, given, refused, k, length):
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(given + i)
-    if place > 0:
+    if (place > 0) & (tl.load(refused) < 0):
         frame = _find(-1 - i, before, after, frames, k, length)
         for begin in range(0, length, _BLOCK):
             j = begin + tl.arange(0, _BLOCK)
@@ -175,9 +159,7 @@ def write(slots, before, after, trajectory, refuses, frames, ids, references, fr
     refused.fill_(count)
     block = triton.next_power_of_2(num_streams)
     _follow[(1,)](slots, trajectory, streams, counts, last, count, size, num_streams, block=block, num_warps=1)
-    if count:
-        _compare[(count * width,)](*rows, ids, last, codes, counts, refused, k, length, size, num_frames, refuses)
+    _compare[(count * width,)](*rows, ids, last, codes, counts, refused, k, length, size, num_frames, refuses)
     state = ids, references, free, counts, refused
     _link[(1,)](slots, codes, given, *state, count, width, size, num_frames, refuses)
-    if count:
-        _copy[(count * width,)](*rows, codes, given, k, length)
+    _copy[(count * width,)](*rows, given, refused, k, length)

@@ -1,4 +1,7 @@
-"""The kernel that assigns lanes for CUDA; see :mod:`torchrl_replay_ext.kernels.lanes`. One program does all rows."""
+"""The kernel that assigns lanes for CUDA; see :mod:`torchrl_replay_ext.kernels.lanes`.
+
+One program does all rows, one after the other. It keeps the state of all lanes in registers.
+"""
 
 from __future__ import annotations
 
@@ -7,101 +10,96 @@ import triton
 import triton.language as tl
 
 from torchrl_replay_ext.kernels import lanes_layout
-from torchrl_replay_ext.kernels.cuda.tree import jit
+from torchrl_replay_ext.kernels.cuda.launch import jit, some
 
-_NONE = tl.constexpr(lanes_layout.NONE)
+_NONE, _NEVER = tl.constexpr(lanes_layout.NONE), tl.constexpr(2**63 - 1)
 _TRAJECTORY, _WRITTEN = tl.constexpr(lanes_layout.TRAJECTORY), tl.constexpr(lanes_layout.WRITTEN)
 _OPEN, _CHAIN = tl.constexpr(lanes_layout.OPEN), tl.constexpr(lanes_layout.CHAIN)
 _DONE, _TOO_MANY = tl.constexpr(lanes_layout.DONE), tl.constexpr(lanes_layout.TOO_MANY)
 _INTERRUPTS = tl.constexpr(lanes_layout.INTERRUPTS)
+_UNCHECKED, _CAREFUL = tl.constexpr(lanes_layout.UNCHECKED), tl.constexpr(lanes_layout.CAREFUL)
+
+
+@jit
+def _of(values, is_it):
+    return tl.sum(tl.where(is_it, values, 0), axis=0)
 
 
 @jit
 def _assign(
-    lanes, interrupted, slots, trajectory, ended, initial, lane_of, begins, result, count, num_lanes,
-    has_ids: tl.constexpr, has_initial: tl.constexpr, is_assigned: tl.constexpr, can_refuse: tl.constexpr,
-    block: tl.constexpr,
+    lanes, interrupted, result, slots, trajectory, ended, initial, lane_of, begins, num_lanes, count,
+    is_assigned: tl.constexpr, strictness: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, block).to(tl.int64)
-    exists = column < num_lanes
-    ids, written = lanes + _TRAJECTORY * num_lanes, lanes + _WRITTEN * num_lanes
-    is_open, chain = lanes + _OPEN * num_lanes, lanes + _CHAIN * num_lanes
-    now = tl.max(tl.load(written + column, mask=exists, other=0), axis=0)
-    num_runs = tl.full((), 0, tl.int64)
-    if has_ids:
+    exists, state = column < num_lanes, lanes + column
+    ids = tl.load(state + _TRAJECTORY * num_lanes, mask=exists, other=_NONE)
+    written = tl.load(state + _WRITTEN * num_lanes, mask=exists, other=0)
+    is_open = tl.load(state + _OPEN * num_lanes, mask=exists, other=0)
+    chain = tl.load(state + _CHAIN * num_lanes, mask=exists, other=_NONE)
+    no = tl.full((), 0, tl.int1)
+    has_runs, per_lane = no, tl.where(count % num_lanes == 0, count // num_lanes, count)
+    if trajectory is not None:
         for row in range(1, count):
-            num_runs += (tl.load(trajectory + row) == tl.load(trajectory + row - 1)).to(tl.int64)
-    per_lane = tl.where(count % num_lanes == 0, count // num_lanes, count)
-    num_interrupted = tl.full((), 0, tl.int64)
-    outcome = tl.full((), _DONE, tl.int64)
-    cause = tl.full((), 0, tl.int64)
-    lane = tl.full((), 0, tl.int64)
-    for row in range(count):
-        tl.debug_barrier()
-        number = tl.load(trajectory + row) if has_ids else tl.full((), _NONE, tl.int64)
-        is_initial = (tl.load(initial + row) if has_initial else tl.full((), 0, tl.int64)) != 0
+            has_runs = has_runs | (tl.load(trajectory + row) == tl.load(trajectory + row - 1))
+    now, lane = tl.max(written, axis=0), tl.cast(0, tl.int64)
+    num_interrupted, outcome, cause = tl.cast(0, tl.int64), tl.cast(_DONE, tl.int64), tl.cast(0, tl.int64)
+    row = 0
+    while (row < count) & (outcome != _TOO_MANY):
+        number = tl.load(trajectory + row) if trajectory is not None else tl.cast(_NONE, tl.int64)
+        is_initial = tl.load(initial + row) != 0 if initial is not None else no
         if is_assigned:
-            last = lane
-            taken = tl.load(is_open + column, mask=exists, other=1) > 0
-            matches = exists & taken & (tl.load(ids + column, mask=exists, other=0) == number)
-            distance = tl.min(tl.where(matches, (column - last + num_lanes) % num_lanes, num_lanes), axis=0)
-            all_taken = tl.min(taken.to(tl.int64), axis=0) > 0
-            age = tl.load(written + column, mask=exists, other=0)
-            age = tl.where(exists & (all_taken | (taken == 0)), age, 2**62)
-            oldest = tl.min(tl.where(age == tl.min(age, axis=0), column, num_lanes), axis=0)
-            goes_on = (num_runs > 0) & (row % per_lane > 0) & (tl.load(is_open + last) == 0)
-            lane = tl.where(goes_on, last, oldest)
-            lane = tl.where(distance < num_lanes, (last + distance) % num_lanes, lane)
+            goes_on = has_runs & (row % per_lane > 0) & (_of(is_open, column == lane) == 0)
+            # a free lane, else any, and of these the one written least recently
+            oldest = tl.argmin(tl.where(exists, written + tl.where(is_open > 0, 2**62, 0), _NEVER), axis=0)
+            matches = exists & (is_open > 0) & (ids == number)
+            distance = tl.min(tl.where(matches, (column - lane + num_lanes) % num_lanes, num_lanes), axis=0)
+            found = tl.where(goes_on, lane, oldest.to(tl.int64))
+            lane = tl.where(distance < num_lanes, (lane + distance) % num_lanes, found)
         else:
             lane = tl.load(slots + row) % num_lanes
-        was_open = tl.load(is_open + lane) > 0
-        before, first = tl.load(ids + lane), tl.load(chain + lane)
+        is_it = column == lane
+        was_open, before, first = _of(is_open, is_it) > 0, _of(ids, is_it), _of(chain, is_it)
         interrupts = was_open & (before != number)
-        counts = interrupts & (is_initial == 0)
         returns = first == number
         if is_assigned:
-            known = tl.load(chain + column, mask=exists, other=_NONE) == number
-            returns = (first != _NONE) & (tl.max(known.to(tl.int64), axis=0) > 0)
-        num_interrupted += counts.to(tl.int64)
-        if can_refuse:
-            refused = counts & returns & (outcome != _TOO_MANY)
-            cause = tl.where(refused, number, cause)
-            outcome = tl.where(refused, _TOO_MANY, outcome)
-        is_first = counts & (outcome == _DONE)
-        cause = tl.where(is_first, number, cause)
-        outcome = tl.where(is_first, _INTERRUPTS, outcome)
+            returns = (first != _NONE) & (tl.max((exists & (chain == number)).to(tl.int32), axis=0) > 0)
+        if interrupts & (is_initial == 0):
+            num_interrupted += 1
+            if outcome == _DONE:
+                outcome, cause = tl.cast(_INTERRUPTS, tl.int64), number
+            if returns & (strictness > _UNCHECKED):
+                outcome, cause = tl.cast(_TOO_MANY, tl.int64), number
         begun = interrupts | is_initial | (was_open == 0)
-        tl.debug_barrier()
         tl.store(lane_of + row, lane)
         tl.store(begins + row, begun)
-        tl.store(chain + lane, tl.where(interrupts, tl.where(first == _NONE, before, first), _NONE), mask=begun)
-        tl.store(ids + lane, number)
-        tl.store(written + lane, now + 1 + row)
-        tl.store(is_open + lane, (tl.load(ended + row) == 0).to(tl.int64))
-    tl.store(interrupted, tl.load(interrupted) + num_interrupted)
+        new_chain = tl.where(interrupts, tl.where(first == _NONE, before, first), _NONE)
+        chain = tl.where(is_it & begun, new_chain, chain)
+        ids, written = tl.where(is_it, number, ids), tl.where(is_it, now + 1 + row, written)
+        is_open = tl.where(is_it, (tl.load(ended + row) == 0).to(tl.int64), is_open)
+        row += 1
     tl.store(result, outcome)
     tl.store(result + 1, cause)
+    if (outcome == _TOO_MANY) | ((outcome == _INTERRUPTS) & (strictness == _CAREFUL)):
+        for row in range(count):
+            tl.store(lane_of + row, -1)
+    else:
+        tl.store(interrupted, tl.load(interrupted) + num_interrupted)
+        tl.store(state + _TRAJECTORY * num_lanes, ids, mask=exists)
+        tl.store(state + _WRITTEN * num_lanes, written, mask=exists)
+        tl.store(state + _OPEN * num_lanes, is_open, mask=exists)
+        tl.store(state + _CHAIN * num_lanes, chain, mask=exists)
 
 
 def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness):
-    """See the loop of the same name. Only if ``strictness`` is not ``UNCHECKED``, the host waits for the outcome.
+    """See the loop of the same name.
 
-    Returns the lanes of the rows and whether episodes begin with them; None if the write is refused.
+    Returns ``lane_of``, which is -1 in all rows if the write is refused, and ``begins``.
     """
     lane_of, begins = torch.empty_like(slots), torch.empty_like(slots, dtype=torch.bool)
-    can_refuse = strictness > lanes_layout.UNCHECKED
-    state, total = (lanes.clone(), interrupted.clone()) if can_refuse else (lanes, interrupted)
-    num_lanes, rows = lanes.shape[1], (slots, trajectory, ended, initial, lane_of, begins)
+    num_lanes, rows = lanes.shape[1], (slots, some(trajectory), ended, some(initial), lane_of, begins)
+    block = triton.next_power_of_2(num_lanes)
     _assign[(1,)](
-        state, total, *rows, result, len(slots), num_lanes,
-        has_ids=len(trajectory) > 0, has_initial=len(initial) > 0, is_assigned=is_assigned, can_refuse=can_refuse,
-        block=triton.next_power_of_2(num_lanes), num_warps=1,
+        lanes, interrupted, result, *rows, num_lanes, len(slots),
+        is_assigned=is_assigned, strictness=strictness, block=block, num_warps=max(1, min(8, block // 64)),
     )  # fmt: skip
-    if can_refuse:
-        outcome = int(result[0])
-        careful = outcome == lanes_layout.INTERRUPTS and strictness == lanes_layout.CAREFUL
-        if outcome == lanes_layout.TOO_MANY or careful:
-            return None
-        lanes.copy_(state)
-        interrupted.copy_(total)
     return lane_of, begins

@@ -9,21 +9,28 @@ the number of changes. The other arrays are not used.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.tree import in_blocks, jit
+from torchrl_replay_ext.kernels.cuda.launch import for_each, in_one_block, jit, within
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
-_NEW = tl.constexpr(NEW)
+_BUCKETS, _DROPPED_BITS = tl.constexpr(BUCKETS), tl.constexpr(DROPPED_BITS)
+_NEW, _NOWHERE = tl.constexpr(NEW), tl.constexpr(NOWHERE)
 # larger than all places
 _MARK = tl.constexpr(2**62)
 _ROWS = 256
 
 
 @jit
-def _move(bucket, place, top, slots, to, count, size, is_one: tl.constexpr, num_rows: tl.constexpr):
+def _bucket_of(d):
+    bits = d.to(tl.int32, bitcast=True) >> _DROPPED_BITS
+    found = tl.where(d < 0, _NEW, tl.minimum(tl.maximum(-bits + _BUCKETS - 1, _NEW + 1), _BUCKETS - 1))
+    return tl.where(d == d, found, _NOWHERE)
+
+
+@jit
+def _move(bucket, place, top, slots, d, size, count, is_one: tl.constexpr, num_rows: tl.constexpr):
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(slots + rows, mask=rows < count, other=-1)
@@ -36,7 +43,7 @@ def _move(bucket, place, top, slots, to, count, size, is_one: tl.constexpr, num_
         slot = tl.load(slots + rows, mask=rows < count, other=-1)
         valid = (slot >= 0) & (slot < size)
         wins = valid & (tl.load(place + slot, mask=valid, other=0) == rows.to(tl.int64) + _MARK)
-        target = tl.load(to + (0 if is_one else 1) * rows, mask=wins, other=0)
+        target = _bucket_of(tl.load(d + (0 if is_one else 1) * rows, mask=wins, other=0))
         change = number + rows + 1
         tl.debug_barrier()
         tl.store(bucket + slot, target, mask=wins)
@@ -46,32 +53,23 @@ def _move(bucket, place, top, slots, to, count, size, is_one: tl.constexpr, num_
 
 
 @jit
-def _find(members, counts, size, rank, slot, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    at = tl.load(rank + rows, mask=rows < count, other=-1)
-    exists = (at >= 0) & (at < tl.minimum(tl.load(counts), size))
-    found = tl.load(members + at, mask=exists, other=0).to(tl.int64)
-    tl.store(slot + rows, tl.minimum(tl.maximum(found, 0), size - 1), mask=rows < count)
+def _find(state, rank):
+    members, counts, size = state
+    exists = (rank >= 0) & (rank < tl.minimum(tl.load(counts), size))
+    return within(tl.load(members + rank, mask=exists, other=0), size)
 
 
 @jit
-def _rank_of(bucket, members, size, slots, rank, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    slot = tl.load(slots + rows, mask=rows < count, other=-1)
+def _rank_of(state, slot):
+    bucket, members, size = state
     valid = (slot >= 0) & (slot < size)
     stored = valid & (tl.load(bucket + slot, mask=valid, other=-1) >= 0)
-    found = tl.load(members + size + slot, mask=stored, other=-1).to(tl.int64)
-    tl.store(rank + rows, found, mask=rows < count)
+    return tl.load(members + size + slot, mask=stored, other=-1).to(tl.int64)
 
 
 def move(bucket, place, members, start, room, counts, top, slots, d):
     """See the loop of the same name."""
-    count = slots.shape[0]
-    if count:
-        rows = min(_ROWS, triton.next_power_of_2(count))
-        to = torch.where(d < 0, NEW, (BUCKETS - 1 - (d.view(torch.int32) >> DROPPED_BITS)).clamp(NEW + 1, BUCKETS - 1))
-        to = torch.where(d.isnan(), NOWHERE, to)
-        _move[(1,)](bucket, place, top, slots, to, count, bucket.shape[0], is_one=len(to) == 1, num_rows=rows)
+    in_one_block(_move, _ROWS, len(slots), bucket, place, top, slots, d, len(bucket), is_one=len(d) == 1)
 
 
 def rebuild(bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room: Tensor, counts: Tensor, top: Tensor):
@@ -96,12 +94,12 @@ def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smal
 
 def find(members, start, counts, size, rank, slot):
     """See the loop of the same name."""
-    in_blocks(_find, _ROWS, len(rank), members, counts, size, rank, slot)
+    for_each(_find, (members, counts, size), rank, slot)
 
 
 def rank_of(bucket, place, members, counts, slots, rank):
     """See the loop of the same name."""
-    in_blocks(_rank_of, _ROWS, len(slots), bucket, members, len(bucket), slots, rank)
+    for_each(_rank_of, (bucket, members, len(bucket)), slots, rank)
 
 
 def tabulate(cumulative, exponent, alpha, step):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 import triton.language as tl
 
-from torchrl_replay_ext.kernels.cuda.episodes import episodes_of
-from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, place_of, power, sum_before, tree_of
+from torchrl_replay_ext.kernels.cuda.episodes import episodes_of, position_of
+from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, some, within
+from torchrl_replay_ext.kernels.cuda.tree import find_leaf, place_of, power, sum_before, tree_of
 from torchrl_replay_ext.kernels.reaper import LAST, SPARE
 
 _LAST, _SPARE = tl.constexpr(LAST), tl.constexpr(SPARE)
@@ -23,33 +23,30 @@ _SLOTS = 64
 
 
 @jit
-def _reliability(slot, episodes):
+def _reliability(episodes, slot):
     """R of ``slot`` [n], float64; slots out of range are clamped."""
-    slot = tl.minimum(tl.maximum(slot, 0), episodes.num_slots - 1).to(tl.int64)
-    record = tl.load(episodes.episode + slot).to(tl.int64)
-    record = tl.minimum(tl.maximum(record, 0), episodes.none)
-    largest = tl.maximum(tl.load(episodes.maxima), tl.cast(episodes.least_largest, tl.int64))
-    whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals + record), largest)
+    slot = within(slot, episodes.num_slots)
+    record = within(tl.load(episodes.episode + slot), episodes.totals.capacity)
+    largest = tl.maximum(tl.load(episodes.totals.nodes), tl.cast(episodes.least_largest, tl.int64))
+    whole = tl.where(tl.load(episodes.is_finished + record), tl.load(episodes.totals.leaves + record), largest)
     is_one = (tl.load(episodes.generation + slot) > tl.load(episodes.updated_at + record)) | (whole <= 0)
-    position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
-    if episodes.tree.has_pages:
-        position = tl.load(episodes.position_of + slot).to(tl.int64)
+    position = position_of(episodes, slot)
     start = tl.load(episodes.start_of + record).to(tl.int64)
     total = sum_before(episodes.tree, position + 1) - sum_before(episodes.tree, start)
     # add the total of the lane if the episode wraps around the end of its ring
-    lane = tl.minimum(tl.maximum(position // episodes.span, 0), episodes.num_lanes - 1)
+    lane = within(position // episodes.span, episodes.num_lanes)
     total += tl.where(position < start, tl.load(episodes.lane_total + lane), 0)
     share = total.to(tl.float64) / tl.where(is_one, 1, whole).to(tl.float64)
     return tl.where(is_one, 1.0, tl.minimum(tl.maximum(share, 0.0), 1.0))
 
 
 @jit
-def _factor(leaf, slot_at, num_entries, omega, episodes, has_slots: tl.constexpr):
+def _factor(leaf, slot_at, num_entries, omega, episodes):
     """R^ω of ``leaf`` [n]."""
     slot = leaf
-    if has_slots:
-        slot = tl.load(slot_at + tl.minimum(leaf, num_entries - 1)).to(tl.int64)
-    return power(_reliability(slot, episodes), omega)
+    if slot_at is not None:
+        slot = tl.load(slot_at + tl.minimum(leaf, num_entries - 1))
+    return power(_reliability(episodes, slot), omega)
 
 
 @jit
@@ -62,26 +59,19 @@ def uniform(seed, number):
 
 
 @jit
-def _range_of(rows, table, num_ranges, count, has_table: tl.constexpr):
+def _range_of(rows, table, num_ranges, count):
     """The range of each row; rows from ``count`` on are additional proposals."""
     at = (rows - count) // _SPARE
-    if has_table:
+    if table is not None:
         at = tl.where(rows < count, tl.load(table + rows, mask=rows < count, other=0), at)
-    return tl.minimum(tl.maximum(at, 0), num_ranges - 1)
-
-
-@jit
-def _of(slots, result, episodes, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    slot = tl.load(slots + rows, mask=rows < count, other=0)
-    tl.store(result + rows, _reliability(slot, episodes), mask=rows < count)
+    return within(at, num_ranges)
 
 
 @jit
 def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
     slot = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
     mass = tl.load(masses + slot, mask=slot < count, other=0)
-    psi = mass.to(tl.float64) * power(_reliability(slot, episodes), tl.load(omega))
+    psi = mass.to(tl.float64) * power(_reliability(episodes, slot), tl.load(omega))
     smallest = tl.min(tl.where(psi > 0, psi, float("inf")), axis=0)
     # positive numbers have the order of their bits
     tl.atomic_min(result, smallest.to(tl.int64, bitcast=True))
@@ -89,14 +79,13 @@ def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
 
 @jit
 def _draw(
-    seed, table, low, total, num_ranges, omega, slot_at, num_entries, masses, leaf, density, first, count, size,
-    episodes, has_table: tl.constexpr, has_slots: tl.constexpr, has_means: tl.constexpr,
-    num_rows: tl.constexpr, num_tries: tl.constexpr, num_leaves: tl.constexpr,
+    seed, table, low, total, num_ranges, omega, slot_at, num_entries, masses, leaf, density, first, episodes, count,
+    size, num_rows: tl.constexpr, num_tries: tl.constexpr, num_leaves: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     tries = tl.arange(0, num_tries)
     key, exponent = tl.load(seed).to(tl.uint64), tl.load(omega)
-    its_range = _range_of(rows, table, num_ranges, count, has_table)
+    its_range = _range_of(rows, table, num_ranges, count)
     begin, width = tl.load(low + its_range), tl.load(total + its_range)
     # an additional proposal is a row that makes one attempt
     pending = (rows < size) & (width > 0)
@@ -107,14 +96,11 @@ def _draw(
         # the product may be rounded up to the total
         rest = (uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
         rest = begin[:, None] + tl.maximum(tl.minimum(rest, width[:, None] - 1), 0)
-        proposed, mass = find_leaf(
-            masses.leaves, masses.nodes, masses.pages, masses.num_pages, masses.capacity,
-            tl.reshape(rest, [num_rows * num_tries]), masses.has_pages, masses.levels, num_rows * num_tries,
-        )  # fmt: skip
-        factor = _factor(proposed, slot_at, num_entries, exponent, episodes, has_slots)
+        proposed, mass = find_leaf(masses, tl.reshape(rest, [num_rows * num_tries]))
+        factor = _factor(proposed, slot_at, num_entries, exponent, episodes)
         weight = tl.reshape(factor * mass.to(tl.float64), [num_rows, num_tries])
         factor, proposed = tl.reshape(factor, [num_rows, num_tries]), tl.reshape(proposed, [num_rows, num_tries])
-        if has_means:
+        if first is not None:
             of_first = tl.sum(tl.where(tries[None, :] == 0, factor, 0.0), axis=1)
             tl.store(first + rows, of_first, mask=(rows < size) & (attempt == 0))
         accepted = (uniform(key, number + 1) < factor) & pending[:, None]
@@ -134,9 +120,8 @@ def _draw(
                 node = block + tl.arange(0, num_leaves).to(tl.int64)
                 is_leaf = node < masses.capacity
                 node = tl.where(is_leaf, node, 0)
-                place = place_of(node, masses.pages, masses.num_pages, masses.has_pages)
-                mass = tl.load(masses.leaves + place, mask=is_leaf, other=0)
-                weight = mass.to(tl.float64) * _factor(node, slot_at, num_entries, exponent, episodes, has_slots)
+                mass = tl.load(masses.leaves + place_of(masses, node), mask=is_leaf, other=0)
+                weight = mass.to(tl.float64) * _factor(node, slot_at, num_entries, exponent, episodes)
                 at = passed + tl.cumsum(mass, axis=0) - mass
                 own = (at[None, :] >= begin[:, None]) & (at[None, :] < (begin + width)[:, None])
                 step = tl.where(own, weight[None, :], 0.0)
@@ -161,7 +146,7 @@ def _average(table, total, num_ranges, acceptance, first, count, size, num_rows:
     sums, counts = tl.zeros([num_rows], tl.float64), tl.zeros([num_rows], tl.float64)
     for start in range(0, size, num_rows):
         rows = start + tl.arange(0, num_rows)
-        own = (_range_of(rows, table, num_ranges, count, True) == at) & (rows < size)
+        own = (_range_of(rows, table, num_ranges, count) == at) & (rows < size)
         sums += tl.load(first + rows, mask=own, other=0.0)
         counts += own.to(tl.float64)
     number = tl.sum(counts, axis=0)
@@ -173,7 +158,7 @@ def _average(table, total, num_ranges, acceptance, first, count, size, num_rows:
 
 def reliability(slots, result, *episodes):
     """See the loop of the same name."""
-    in_blocks(_of, _SLOTS, len(slots), slots, result, episodes_of(*episodes))
+    for_each(_reliability, episodes_of(*episodes), slots, result)
 
 
 def smallest(masses, omega, result, *episodes):
@@ -187,15 +172,12 @@ def smallest(masses, omega, result, *episodes):
 def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
     """See the loop of the same name."""
     count, num_means, num_ranges = len(leaf), acceptance.shape[1], len(low)
-    size = count + SPARE * num_means
+    size, masses = count + SPARE * num_means, tree_of(leaves, nodes, some(pages), capacity)
     # R^ω of the first proposal of each row
-    first = density.new_empty(size if num_means else 0)
-    if size:
-        _draw[(triton.cdiv(size, _ROWS),)](
-            seed, table, low, total, num_ranges, omega, slot_at, len(slot_at), tree_of(leaves, nodes, pages, capacity),
-            leaf, density, first, count, size, episodes_of(*episodes),
-            has_table=len(table) > 0, has_slots=len(slot_at) > 0, has_means=num_means > 0,
-            num_rows=_ROWS, num_tries=_TRIES, num_leaves=_SLOTS,
-        )  # fmt: skip
+    first = density.new_empty(size) if num_means else None
+    in_blocks(
+        _draw, _ROWS, size, seed, some(table), low, total, num_ranges, omega, some(slot_at), len(slot_at), masses,
+        leaf, density, first, episodes_of(*episodes), count, num_tries=_TRIES, num_leaves=_SLOTS,
+    )  # fmt: skip
     if num_means:
         _average[(num_means,)](table, total, num_ranges, acceptance, first, count, size, num_rows=256)

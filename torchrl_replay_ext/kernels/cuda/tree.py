@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_blocks, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
@@ -20,29 +20,52 @@ _UNIT = tl.constexpr(UNIT)
 _PAGE_BITS, _PAGE_MASK = tl.constexpr(PAGE_BITS), tl.constexpr((1 << PAGE_BITS) - 1)
 # rows of one thread block; rows of a write that are processed together
 _ROWS, _WRITTEN = 16, 256
+# rows whose minima or maxima are recomputed together
+_REFRESHED = tl.constexpr(64)
 # from this number of rows on, a write recomputes the whole tree
 _MANY = 16384
 
 
-def jit(function: Any) -> Any:
-    """``triton.jit``, with a result of any type."""
-    return triton.jit(function)
+class Tree(NamedTuple):
+    """A tree as one argument of a kernel; see :func:`tree_of`."""
+
+    leaves: Tensor
+    nodes: Tensor
+    size: int
+    pages: Tensor | None
+    num_pages: int
+    capacity: int
+    # above the leaves
+    levels: Any
 
 
-def levels_of(capacity: int) -> int:
-    """Number of levels above the leaves."""
-    return max(1, -(-(capacity - 1).bit_length() // BITS))
+def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor | None, capacity: int) -> Tree:
+    """The tree that a kernel takes, from the arguments of a loop."""
+    levels = tl.constexpr(max(1, -(-(capacity - 1).bit_length() // BITS)))
+    return Tree(leaves, nodes, len(nodes), pages, len(leaves) >> PAGE_BITS, capacity, levels)
 
 
 @jit
-def place_of(leaf, pages, num_pages, has_pages: tl.constexpr):
+def place_of(tree, leaf):
     """The position of a leaf in ``leaves``."""
     place = leaf
-    if has_pages:
-        page = tl.load(pages + (leaf >> _PAGE_BITS))
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    if tree.pages is not None:
+        page = within(tl.load(tree.pages + (leaf >> _PAGE_BITS)), tree.num_pages)
         place = (page << _PAGE_BITS) + (leaf & _PAGE_MASK)
     return place
+
+
+@jit
+def _top(tree):
+    """The last leaf, and where the level of the leaves would begin in ``nodes``."""
+    return tl.cast(tree.capacity, tl.int64) - 1, tl.cast(tree.size, tl.int64)
+
+
+@jit
+def _above(last, begin):
+    """The same of the level above."""
+    last = last >> _BITS
+    return last, begin - ((last >> _BITS) + 1) * _CHILDREN
 
 
 @jit
@@ -56,60 +79,48 @@ def _child(entries, first, rest):
 
 
 @jit
-def find_leaf(
-    leaves, nodes, pages, num_pages, capacity, rest,
-    has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
-):  # fmt: skip
-    """The leaves whose ranges of the running sum contain ``rest`` [num_rows], and their masses."""
-    last_leaf = tl.cast(capacity, tl.int64) - 1
-    node = tl.zeros([num_rows], tl.int64)
-    begin = tl.cast(0, tl.int64)
-    width = tl.cast(_CHILDREN, tl.int64)
-    for level in tl.static_range(1, levels):
+def find_leaf(tree, rest):
+    """The leaves whose ranges of the running sum contain ``rest`` [n], and their masses."""
+    last_leaf = tl.cast(tree.capacity, tl.int64) - 1
+    node, begin, width = tl.zeros_like(rest), tl.cast(0, tl.int64), tl.cast(_CHILDREN, tl.int64)
+    for level in tl.static_range(1, tree.levels):
         begin += width
-        width = ((last_leaf >> (_BITS * (levels - level + 1))) + 1) * _CHILDREN
-        child, ahead, _ = _child(nodes + begin, node * _CHILDREN, rest)
+        width = ((last_leaf >> (_BITS * (tree.levels - level + 1))) + 1) * _CHILDREN
+        child, ahead, _ = _child(tree.nodes + begin, node * _CHILDREN, rest)
         rest -= ahead
-        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (levels - level)))
-    first = place_of(node * _CHILDREN, pages, num_pages, has_pages)
-    child, _, values = _child(leaves, first, rest)
+        node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (tree.levels - level)))
+    child, _, values = _child(tree.leaves, place_of(tree, node * _CHILDREN), rest)
     node = tl.minimum(node * _CHILDREN + child, last_leaf)
     is_drawn = tl.arange(0, _CHILDREN)[None, :] == (node & (_CHILDREN - 1))[:, None]
     return node, tl.sum(tl.where(is_drawn, values, 0), axis=1)
 
 
 @jit
-def _walk(
-    leaves, nodes, pages, num_pages, capacity, target, leaf, mass, count,
-    is_fraction: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_rows: tl.constexpr,
-):  # fmt: skip
+def _descend(tree, target, leaf, mass, count, is_fraction: tl.constexpr, num_rows: tl.constexpr):
     rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    in_batch = rows < count
-    rest = tl.load(target + rows, mask=in_batch, other=0)
+    rest = tl.load(target + rows, mask=rows < count, other=0)
     if is_fraction:
-        total = tl.load(nodes)
+        total = tl.load(tree.nodes)
         # the product may be rounded up to the total
         rest = tl.minimum((rest * total.to(tl.float64)).to(tl.int64), total - 1)
-    node, found = find_leaf(leaves, nodes, pages, num_pages, capacity, rest, has_pages, levels, num_rows)
-    tl.store(leaf + rows, node, mask=in_batch)
-    tl.store(mass + rows, found, mask=in_batch)
+    node, found = find_leaf(tree, rest)
+    tl.store(leaf + rows, node, mask=rows < count)
+    tl.store(mass + rows, found, mask=rows < count)
 
 
 @jit
 def sum_before(tree, node):
     """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
-    last = tl.cast(tree.capacity, tl.int64) - 1
-    node = tl.minimum(tl.maximum(node, 0), last + 1)
+    last, begin = _top(tree)
+    node = within(node, last + 2)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
-    first = place_of(tl.minimum(node & -_CHILDREN, last), tree.pages, tree.num_pages, tree.has_pages)
+    first = place_of(tree, tl.minimum(node & -_CHILDREN, last))
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
     running = tl.load(tree.leaves + first[:, None] + children[None, :], mask=before, other=0)
-    begin = tl.cast(tree.size, tl.int64)
     for _ in tl.static_range(tree.levels):
         node = node >> _BITS
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
+        last, begin = _above(last, begin)
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
         entries = tree.nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
         running += tl.load(entries, mask=before, other=0)
@@ -117,43 +128,27 @@ def sum_before(tree, node):
 
 
 @jit
-def _prefix(tree, index, total, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    node = tl.load(index + rows, mask=rows < count, other=0)
-    tl.store(total + rows, sum_before(tree, node), mask=rows < count)
+def _add_above(tree, leaf, change, mask):
+    """Add ``change`` to all nodes above ``leaf``."""
+    last, begin = _top(tree)
+    for _ in tl.static_range(tree.levels):
+        leaf = leaf >> _BITS
+        last, begin = _above(last, begin)
+        add(tree.nodes + begin + leaf, change, mask)
 
 
 @jit
-def put(tree, leaf, mass, mask):
-    """``leaves[leaf] = mass`` where ``mask``, for a single leaf; returns the change."""
-    tl.debug_barrier()
-    place = place_of(leaf, tree.pages, tree.num_pages, tree.has_pages)
-    change = tl.where(mask, mass - tl.load(tree.leaves + place), 0)
-    tl.debug_barrier()
-    tl.store(tree.leaves + place, mass, mask=mask)
-    node, last, begin = leaf, tl.cast(tree.capacity, tl.int64) - 1, tl.cast(tree.size, tl.int64)
-    for _ in tl.static_range(tree.levels):
-        node = node >> _BITS
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
-        add(tree.nodes + begin + node, change, mask)
-    tl.debug_barrier()
+def put(tree, leaf, mass, mask=None):
+    """``leaves[leaf] = mass``, for one leaf or several ones that are distinct; returns the change where ``mask``."""
+    change = mass - tl.atomic_xchg(tree.leaves + place_of(tree, leaf), mass, mask=mask, sem="relaxed")
+    _add_above(tree, leaf, change, mask)
     return change
 
 
 @jit
-def add(pointer, value, mask):
-    """Add a number that no other thread changes."""
-    tl.store(pointer, tl.load(pointer) + value, mask=mask)
-
-
-@jit
-def _get(leaves, pages, num_pages, capacity, index, mass, count, has_pages: tl.constexpr, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    leaf = tl.load(index + rows, mask=rows < count, other=-1)
-    is_leaf = (leaf >= 0) & (leaf < capacity)
-    place = place_of(tl.where(is_leaf, leaf, 0), pages, num_pages, has_pages)
-    tl.store(mass + rows, tl.load(leaves + place, mask=is_leaf, other=0), mask=rows < count)
+def _get(tree, leaf):
+    is_leaf = (leaf >= 0) & (leaf < tree.capacity)
+    return tl.load(tree.leaves + place_of(tree, tl.where(is_leaf, leaf, 0)), mask=is_leaf, other=0)
 
 
 @jit
@@ -170,25 +165,19 @@ def power(base, exponent):
 
 
 @jit
-def refresh(
-    leaves, nodes, size, pages, num_pages, capacity, index, count,
-    is_min: tl.constexpr, has_pages: tl.constexpr, levels: tl.constexpr, num_together: tl.constexpr,
-):  # fmt: skip
-    """Compute the smallest positive or largest entries of all nodes above ``index`` again; a single thread block."""
+def refresh(tree, nodes, index, count, is_min: tl.constexpr, num_rows: tl.constexpr):
+    """Recompute the smallest positive or largest leaves in all ``nodes`` above ``index``; a single thread block."""
     children = tl.arange(0, _CHILDREN)
-    last_leaf = tl.cast(capacity, tl.int64) - 1
-    last = last_leaf
-    begin = tl.cast(size, tl.int64)
-    below = leaves
-    for level in tl.static_range(levels):
-        last = last >> _BITS
-        begin -= ((last >> _BITS) + 1) * _CHILDREN
-        for start in range(0, count, num_together):
-            rows = start + tl.arange(0, num_together)
+    last, begin = _top(tree)
+    below = tree.leaves
+    for level in tl.static_range(tree.levels):
+        last, begin = _above(last, begin)
+        for start in range(0, count, num_rows):
+            rows = start + tl.arange(0, num_rows)
             leaf = tl.load(index + rows, mask=rows < count, other=-1)
-            valid = (leaf >= 0) & (leaf <= last_leaf)
+            valid = (leaf >= 0) & (leaf < tree.capacity)
             node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-            first = place_of(node * _CHILDREN, pages, num_pages, has_pages and level == 0)
+            first = place_of(tree, node * _CHILDREN) if level == 0 else node * _CHILDREN
             values = tl.load(below + first[:, None] + children[None, :])
             result = tl.min(tl.where(values > 0, values, _NOTHING), axis=1) if is_min else tl.max(values, axis=1)
             tl.store(nodes + begin + node, result, mask=valid)
@@ -197,69 +186,29 @@ def refresh(
 
 
 @jit
-def _write(
-    leaves, nodes, minima, size, pages, num_pages, capacity, index, mass, alpha, count,
-    is_one_mass: tl.constexpr, is_power: tl.constexpr, track_min: tl.constexpr, has_pages: tl.constexpr,
-    levels: tl.constexpr, num_rows: tl.constexpr, num_together: tl.constexpr,
-):  # fmt: skip
-    last_leaf = tl.cast(capacity, tl.int64) - 1
+def _write(tree, minima, index, mass, alpha, count, is_one: tl.constexpr, num_rows: tl.constexpr):
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         leaf = tl.load(index + rows, mask=rows < count, other=-1)
-        valid = (leaf >= 0) & (leaf <= last_leaf)
+        valid = (leaf >= 0) & (leaf < tree.capacity)
         leaf = tl.where(valid, leaf, 0)
-        place = place_of(leaf, pages, num_pages, has_pages)
-        old = tl.load(leaves + place, mask=valid, other=0)
-        new = tl.load(mass + (0 if is_one_mass else 1) * rows, mask=valid, other=0)
-        if is_power:
+        place = tree.leaves + place_of(tree, leaf)
+        old = tl.load(place, mask=valid, other=0)
+        new = tl.load(mass + (0 if is_one else 1) * rows, mask=valid, other=0)
+        if alpha is not None:
             new = mass_of(power(new.to(tl.float64), tl.load(alpha)))
         tl.debug_barrier()
         # masses are >= 0; of duplicates, the last row leaves the smallest negative number
         mark = -1 - rows.to(tl.int64)
-        tl.atomic_min(leaves + place, mark, mask=valid)
+        tl.atomic_min(place, mark, mask=valid)
         tl.debug_barrier()
-        wins = valid & (tl.load(leaves + place, mask=valid, other=0) == mark)
+        wins = valid & (tl.load(place, mask=valid, other=0) == mark)
         tl.debug_barrier()
-        tl.store(leaves + place, new, mask=wins)
-        node, last = leaf, last_leaf
-        begin = tl.cast(size, tl.int64)
-        for _ in tl.static_range(levels):
-            node = node >> _BITS
-            last = last >> _BITS
-            begin -= ((last >> _BITS) + 1) * _CHILDREN
-            tl.atomic_add(nodes + begin + node, new - old, mask=wins & (new != old))
+        tl.store(place, new, mask=wins)
+        _add_above(tree, leaf, new - old, wins & (new != old))
         tl.debug_barrier()
-    if track_min:
-        refresh(leaves, minima, size, pages, num_pages, capacity, index, count, True, has_pages, levels, num_together)
-
-
-class Tree(NamedTuple):
-    """A tree as one argument of a kernel."""
-
-    leaves: Tensor
-    nodes: Tensor
-    size: int
-    pages: Tensor
-    num_pages: int
-    capacity: int
-    has_pages: Any
-    levels: Any
-
-
-def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int) -> Tree:
-    """The tree that a kernel takes, from the arguments of a loop."""
-    constants = tl.constexpr(len(pages) > 0), tl.constexpr(levels_of(capacity))
-    return Tree(leaves, nodes, len(nodes), pages, _num_pages(leaves), capacity, *constants)
-
-
-def _num_pages(leaves: Tensor) -> int:
-    return leaves.shape[0] >> PAGE_BITS
-
-
-def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel with one thread block for every ``num_rows`` of ``count`` rows."""
-    if count:
-        kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
+    if minima is not None:
+        refresh(tree, minima, index, count, True, _REFRESHED if num_rows > _REFRESHED else num_rows)
 
 
 def root(nodes, value):
@@ -269,39 +218,31 @@ def root(nodes, value):
 
 def get(leaves, pages, capacity, index, mass):
     """See the loop of the same name."""
-    state = leaves, pages, _num_pages(leaves), capacity
-    in_blocks(_get, 256, len(index), *state, index, mass, has_pages=len(pages) > 0)
+    for_each(_get, tree_of(leaves, leaves, some(pages), capacity), index, mass)
 
 
-def _descend(leaves, nodes, pages, capacity, target, leaf, mass):
-    in_blocks(
-        _walk, _ROWS, len(target), leaves, nodes, pages, _num_pages(leaves), capacity, target, leaf, mass,
-        is_fraction=target.is_floating_point(), has_pages=len(pages) > 0, levels=levels_of(capacity),
-    )  # fmt: skip
+def draw(leaves, nodes, pages, capacity, target, leaf, mass):
+    """See the loop of the same name, and ``find``: a target in [0, 1) is a fraction of the total."""
+    tree = tree_of(leaves, nodes, some(pages), capacity)
+    in_blocks(_descend, _ROWS, len(target), tree, target, leaf, mass, is_fraction=target.is_floating_point())
 
 
-# a target in [0, 1) is a fraction of the total
-draw = find = _descend
+find = draw
 
 
 def prefix(leaves, nodes, pages, capacity, index, total):
     """See the loop of the same name."""
-    in_blocks(_prefix, _ROWS, len(index), tree_of(leaves, nodes, pages, capacity), index, total)
+    for_each(sum_before, tree_of(leaves, nodes, some(pages), capacity), index, total)
 
 
 def write(leaves, nodes, minima, pages, capacity, index, mass, alpha=None):
     """See the loop of the same name; with ``alpha`` that of ``write_power``."""
-    count = index.shape[0]
-    # marks of rows and their masses; the largest writes change only the leaves here
-    levels = levels_of(capacity) if count < _MANY else 0
-    if count:
-        rows = min(_WRITTEN, triton.next_power_of_2(count))
-        _write[(1,)](
-            leaves, nodes, minima, len(nodes), pages, _num_pages(leaves), capacity, index, mass,
-            index if alpha is None else alpha, count,
-            is_one_mass=len(mass) == 1, is_power=alpha is not None, track_min=len(minima) > 0,
-            has_pages=len(pages) > 0, levels=levels, num_rows=rows, num_together=min(64, rows), num_warps=8,
-        )  # fmt: skip
+    tree, count = tree_of(leaves, nodes, some(pages), capacity), len(index)
+    if count >= _MANY:
+        # the leaves only
+        tree = tree._replace(levels=tl.constexpr(0))
+    rows = some(minima), index, mass, alpha
+    in_one_block(_write, _WRITTEN, count, tree, *rows, is_one=len(mass) == 1, num_warps=8)
     if count >= _MANY:
         rebuild(leaves, nodes, minima, pages, capacity)
 
@@ -321,12 +262,8 @@ def rebuild(leaves, nodes, minima, pages, capacity):
 
 def refresh_maxima(leaves, maxima, capacity, index):
     """See the loop of the same name."""
-    count = index.shape[0]
-    if count:
-        refresh[(1,)](
-            leaves, maxima, len(maxima), index, 1, capacity, index, count, is_min=False, has_pages=False,
-            levels=levels_of(capacity), num_together=min(64, triton.next_power_of_2(count)),
-        )  # fmt: skip
+    tree = tree_of(leaves, maxima, None, capacity)
+    in_one_block(refresh, _REFRESHED.value, len(index), tree, maxima, index, is_min=False)
 
 
 def rebuild_maxima(leaves, maxima, capacity):

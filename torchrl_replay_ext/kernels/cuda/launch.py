@@ -1,0 +1,55 @@
+"""What the kernels for CUDA have in common: how they are launched, and parts of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def jit(function: Any) -> Any:
+    """``triton.jit``, with a result of any type."""
+    return triton.jit(function)
+
+
+def some(tensor: Tensor) -> Tensor | None:
+    """None for an empty tensor; for None, Triton compiles a kernel of its own."""
+    return tensor if len(tensor) else None
+
+
+def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel with one thread block for every ``num_rows`` of ``count`` rows."""
+    kernel[(triton.cdiv(count, num_rows),)](*arguments, count, num_rows=num_rows, **constants)
+
+
+def in_one_block(kernel: Any, most: int, count: int, *arguments: Any, **options: Any) -> None:
+    """Run a kernel with a single thread block, which processes at most ``most`` of ``count`` rows together."""
+    rows = min(most, triton.next_power_of_2(max(count, 1)))
+    options = {"num_warps": max(1, min(8, rows // 32)), **options}
+    kernel[(1,)](*arguments, count, num_rows=rows, **options)
+
+
+@jit
+def _each(function: tl.constexpr, state, index, result, count, num_rows: tl.constexpr):
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    given = tl.load(index + rows, mask=rows < count, other=0)
+    tl.store(result + rows, function(state, given), mask=rows < count)
+
+
+def for_each(function: Any, state: Any, index: Tensor, result: Tensor) -> None:
+    """Set ``result`` [n] to a function of a state and of each of ``index`` [n]."""
+    _each[(triton.cdiv(len(index), 64),)](function, state, index, result, len(index), num_rows=64)
+
+
+@jit
+def within(number, size):
+    """The number >= 0 and < ``size`` that is nearest."""
+    return tl.minimum(tl.maximum(number.to(tl.int64), 0), tl.cast(size, tl.int64) - 1)
+
+
+@jit
+def add(pointer, value, mask=None):
+    """Add to one number or several ones, in any order."""
+    tl.atomic_add(pointer, value, mask=mask, sem="relaxed")
