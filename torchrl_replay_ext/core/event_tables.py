@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.layout import check_counts
+from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, UNSENT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
@@ -23,9 +24,6 @@ ARRAYS = (
     *("slot_at", "links", "places", "heads", "counts", "capacities", "begins", "number", "before", "free", "counters"),
     *("complete_from", "classes", "journal"),
 )
-# The place of a transition that has never been in a list, and entries of the counters; see kernels/events.py.
-UNSENT = -1
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
 _NO_SLOTS = np.empty(0, np.int64)
@@ -206,7 +204,7 @@ class EventTables(Mapping[str, EventTable]):
         self.places = zeros(count - first, size, dtype=wide)
         self.links, self.heads = zeros(2, listed, dtype=wide), zeros(2, count)
         self.free = zeros(size if self.is_pinned else 0, dtype=wide)
-        self.classes, self.counters = zeros(count + 1, num_classes), zeros(6)
+        self.classes, self.counters = zeros(count + 1, num_classes), zeros(5)
         self.journal = zeros(4096 + positions // 16, 2, dtype=wide)
         self.arrays = Views(*(vars(self)[name] for name in ARRAYS))
         self.clear()
@@ -244,15 +242,12 @@ class EventTables(Mapping[str, EventTable]):
     # --- changes
 
     def _forget_journal(self) -> None:
-        """Let samplers read all entries again."""
-        self.counters[CHANGES] += 1
-        self.counters[JOURNAL_BEGIN] = self.counters[CHANGES]
+        """Let samplers read all entries again: count more changes than the journal has."""
+        self.counters[CHANGES] += len(self.journal) + 1
 
     def has_changes_since(self, seen: int) -> bool:
         """True if the journal has all changes since the counter of changes was ``seen``."""
-        counters = self.counters.numpy()
-        end = counters[CHANGES]
-        return max(counters[JOURNAL_BEGIN], end - len(self.journal)) <= seen <= end
+        return self.counters.numpy()[CHANGES] - len(self.journal) <= seen
 
     def changes(self, seen: int) -> Tensor:
         """The positions that changed since the counter of changes was ``seen``, and the slots that moved, [n, 2]."""

@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, LEFT, NEXT_SLOT, UNSENT, WRITTEN
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
-UNSENT, LEFT = -1, -2
-# entries of ``counters``
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
-# the mass of priority 1
-UNIT = 2**23
+# the methods of ``allocate``
 SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
 
 

@@ -28,8 +28,9 @@ from torchrl_replay_ext._torchrl import (
 )
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.event_tables import ARRAYS, CHANGES, JOURNAL_BEGIN, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import ARRAYS, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.slot_index import row_major
@@ -420,8 +421,8 @@ class EventTableWriter(CompilableWriter):
         tables: dict[str, Tensor] = {}
         if self._tables.is_allocated:
             tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
-            # they count loads too, and only number the changes of this buffer
-            tables["counters"][[CHANGES, JOURNAL_BEGIN]] = 0
+            # it numbers the changes of this buffer only, and also counts loads
+            tables["counters"][CHANGES] = 0
             tables["open"] = self._open_episodes()
         return {**super().state_dict(), "tables": tables, "described": self._described()}
 

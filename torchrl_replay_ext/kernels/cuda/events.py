@@ -9,9 +9,10 @@ from torchrl_replay_ext.kernels import events
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, in_blocks, jit, mass_of, power, sum_before, tree_of
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
-_UNIT = tl.constexpr(events.UNIT)
+_UNIT = tl.constexpr(UNIT)
 # rows of a thread block, and rows that a row is compared with at a time
 _ROWS, _TOGETHER = 16, 256
 
