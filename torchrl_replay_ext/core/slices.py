@@ -55,14 +55,14 @@ class SliceIndex:
 
         # the successor of each slot, or the slot itself if there is none
         self._next = torch.arange(size, device=device).to(torch.int32 if size < 2**31 else torch.int64)
-        # Times count slots, so that time t is in slot t % size. The time of the last row, and of the newest rows of
-        # each lane: the n-th row of a lane is in column n % length
-        self._time, self._recent = full(1, value=-1), full(num_lanes, length, value=_NEVER)
+        # Times count slots, so that time t is in slot t % size. The time of the last row, -1 before the first; and the
+        # times of the newest rows of each lane: the n-th row of a lane is in column n % length
+        self.time, self._recent = full(1, value=-1), full(num_lanes, length, value=_NEVER)
         # per lane: its number of rows, and the number of steps of its unfinished episode
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=device)
-        state = self._time, self._next, self._recent, self._rows, self._run
+        state = self.time, self._next, self._recent, self._rows, self._run
         self._views = Views(*state, self.starts.leaves, self.starts.nodes, self.starts.pages, size)
 
     def write(self, slots: Tensor, marks: EpisodeMarks) -> None:
@@ -113,7 +113,7 @@ class SliceIndex:
             Slots, int64 [lanes, length], the last one repeated, or slot 0 if there is none; and the number of distinct
             slots per lane, [lanes].
         """
-        count = (self._time - self._recent < self.size).sum(1)
+        count = (self.time - self._recent < self.size).sum(1)
         place = torch.arange(self.length, device=self.device).minimum((count - 1).unsqueeze(1))
         place = ((self._rows - count).unsqueeze(1) + place) % self.length
         return self._recent.gather(1, place) % self.size * (count > 0).unsqueeze(1), count
@@ -123,15 +123,10 @@ class SliceIndex:
         before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
         return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
 
-    @property
-    def time(self) -> Tensor:
-        """The time of the last row, which is in slot ``time`` % ``size``, int64 [1]; -1 before the first."""
-        return self._time
-
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild_` recomputes derived state."""
         lanes = {"recent": self._recent, "rows": self._rows, "run": self._run}
-        return {"next": self._next, "time": self._time, **lanes, **self.lanes.tensors()}
+        return {"next": self._next, "time": self.time, **lanes, **self.lanes.tensors()}
 
     def rebuild_(self, stored: Tensor) -> None:
         """Recompute where slices may begin. ``stored``: bool [size], the slot holds a transition."""
@@ -148,7 +143,7 @@ class SliceIndex:
         """Raise AssertionError if successors and starts contradict each other; ``stored`` as in :meth:`rebuild_`."""
         self.starts.check_valid()
         self.lanes.check_valid()
-        check_counts("SliceIndex", self._time + 1, self._rows, self._run)
+        check_counts("SliceIndex", self.time + 1, self._rows, self._run)
         starts = self.starts.leaves.clone()
         expected = copy.deepcopy(self)
         expected.rebuild_(stored)
@@ -161,26 +156,26 @@ class SliceIndex:
             raise AssertionError("SliceIndex: an empty slot has a successor or is one")
         if int(following[followed].bincount(minlength=1).max()) > 1:
             raise AssertionError("SliceIndex: a transition is the successor of two others")
-        age = (self._time - slots) % self.size
+        age = (self.time - slots) % self.size
         if not bool((age[following] < age)[followed].all()):
             raise AssertionError("SliceIndex: a successor was written before its predecessor")
         # the newest rows of each lane, the oldest first; those that are still stored follow one another
         order = (self._rows.unsqueeze(1) + torch.arange(self.length, device=self.device)) % self.length
         times = self._recent.gather(1, order)
-        is_live = (self._time - times >= 0) & (self._time - times < self.size)
+        is_live = (self.time - times >= 0) & (self.time - times < self.size)
         rows, successor = times % self.size, following[times % self.size]
         goes_on, both = successor[:, :-1] == rows[:, 1:], is_live[:, :-1] & is_live[:, 1:]
         in_run = self._run.unsqueeze(1) >= torch.arange(self.length, 1, -1, device=self.device)
         is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
         is_right &= times[:, 1:] > times[:, :-1]
         is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
-        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
+        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self.time).all()):
             raise AssertionError("SliceIndex: the newest transitions of a lane do not follow one another")
 
     def clear_(self) -> None:
         """Remove all content."""
         self._next.copy_(torch.arange(self.size, device=self.device))
-        self._time.fill_(-1)
+        self.time.fill_(-1)
         self._recent.fill_(_NEVER)
         for counter in (self._rows, self._run):
             counter.zero_()

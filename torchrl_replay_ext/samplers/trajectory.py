@@ -38,6 +38,14 @@ BEHAVIOUR = (
 )
 
 
+MASK_KEY = ("collector", "mask")
+_OWNER = "TrajectoryRetraceSampler"
+_NO_SEQUENCES = (
+    f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
+    "out, or use ProportionalSampler, RankBasedSampler or ReaPERSampler with it."
+)
+
+
 class SliceStarts(Distribution):
     """Draws the starts of slices uniformly, and keeps the successor of each transition.
 
@@ -69,20 +77,10 @@ class SliceStarts(Distribution):
         pad: bool,
         on_load: OnLoad,
     ):
-        self._on_load: OnLoad = on_load
-        self._log, self._slice_len = log, slice_len
-        self._reader, self._behaviour_keys = reader, behaviour_keys
+        self._log, self._reader, self._behaviour_keys, self._on_load = log, reader, behaviour_keys, on_load
         steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        layout = log.layout
-        self.slices = SliceIndex(
-            steps,
-            num_lanes,
-            length=slice_len,
-            padded=pad,
-            assigned=assigned,
-            device=layout.device,
-            validate=layout.validate,
-        )
+        state = {"assigned": assigned, "device": log.layout.device, "validate": log.layout.validate}
+        self.slices = SliceIndex(steps, num_lanes, length=slice_len, padded=pad, **state)
         self._tree = self.slices.starts
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
@@ -103,9 +101,8 @@ class SliceStarts(Distribution):
             raise_if(
                 lambda: self._tree.total() == 0,
                 lambda: RuntimeError(
-                    f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
-                    f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
-                    "pad=True."
+                    f"{_OWNER}(slice_len={self.slices.length}, pad=False): no stored episode has {self.slices.length} "
+                    "consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or pad=True."
                 ),
                 # on an accelerator only until there is a start for the first time
                 skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
@@ -155,14 +152,6 @@ class SliceStarts(Distribution):
             "num_starts": self._tree.leaves.sum(),
             "interrupted": self.slices.lanes.interrupted.sum(),
         }
-
-
-MASK_KEY = ("collector", "mask")
-_OWNER = "TrajectoryRetraceSampler"
-_NO_SEQUENCES = (
-    f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
-    "out, or use ProportionalSampler, RankBasedSampler or ReaPERSampler with it."
-)
 
 
 class _UniformStarts(DistributionSampler):
@@ -257,9 +246,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     """
 
     # with uniform anchors, updates do nothing
-    update_priority = delegated("_sampler", "update_priority", read_only=True)
+    update_priority = delegated("starts_sampler", "update_priority", read_only=True)
     # for joint draws
-    sums = delegated("_sampler", "sums", read_only=True)
+    sums = delegated("starts_sampler", "sums", read_only=True)
 
     def __init__(
         self,
@@ -280,7 +269,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             require_integer(_OWNER, name, value)
         require_bool(_OWNER, "pad", pad)
         require_choice(_OWNER, "on_load", on_load, get_args(OnLoad))
-        require_bool(_OWNER, "validate", validate)
         require_nested_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{_OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
@@ -309,12 +297,15 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                     f"{_OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
                 )
+            if validate:
+                raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             if not pad:
                 raise ValueError(
                     f"{_OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
                     "use pad=True, or anchors='uniform'."
                 )
-        self._slice_len, self._pad = slice_len, pad
+        # steps per slice
+        self.slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")
         self._behaviour_keys = names
         make = partial(
@@ -322,41 +313,28 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             slice_len=slice_len,
             num_streams=num_streams,
             reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
-            behaviour_keys=self._behaviour_keys,
+            behaviour_keys=names,
             pad=pad,
             on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
-        if isinstance(anchors, str):
-            self._sampler: DistributionSampler = _UniformStarts(capacity, make, validate)
-        else:
-            if validate:
-                raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
-            anchors.observe(make)
-            self._sampler = anchors
+        # draws the starts
+        self.starts_sampler = _UniformStarts(capacity, make, validate) if isinstance(anchors, str) else anchors
+        if self._is_prioritized:
+            self.starts_sampler.observe(make)
 
     @property
     def anchors(self) -> Literal["uniform"] | DistributionSampler:
         """The sampler that draws the starts, or ``"uniform"``."""
-        return self._sampler if self._is_prioritized else "uniform"
-
-    @property
-    def slice_len(self) -> int:
-        """Steps per slice."""
-        return self._slice_len
-
-    @property
-    def starts_sampler(self) -> DistributionSampler:
-        """The sampler that draws the starts."""
-        return self._sampler
+        return self.starts_sampler if self._is_prioritized else "uniform"
 
     @property
     def _inner(self) -> DistributionSampler:
-        return self._sampler
+        return self.starts_sampler
 
     @property
     def _starts(self) -> SliceStarts:
-        starts = self._sampler.state.observers[-1] if self._is_prioritized else self._sampler.distribution
+        starts = self.starts_sampler.state.observers[-1] if self._is_prioritized else self.starts_sampler.distribution
         assert isinstance(starts, SliceStarts)
         return starts
 
@@ -374,19 +352,19 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         Returns:
             The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with the further entries.
         """
-        if batch_size < 1 or batch_size % self._slice_len:
+        if batch_size < 1 or batch_size % self.slice_len:
             raise ValueError(
                 f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
-                f"multiple of slice_len={self._slice_len}."
+                f"multiple of slice_len={self.slice_len}."
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        return self._slices(storage, *self._sampler.draw(storage, batch_size // self._slice_len))
+        return self._slices(storage, *self.starts_sampler.draw(storage, batch_size // self.slice_len))
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
         """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
-        return self._slices(storage, *self._sampler.draw_in_shard(storage, wanted))
+        return self._slices(storage, *self.starts_sampler.draw_in_shard(storage, wanted))
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
@@ -427,14 +405,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if truncated is None and (terminated := flag((*self._done_key[:-1], "terminated"))) is not None:
             truncated = done & ~terminated.reshape(done.shape)
         info = {
-            **{key: value.repeat_interleave(self._slice_len, 0) for key, value in (drawn or {}).items()},
+            **{key: value.repeat_interleave(self.slice_len, 0) for key, value in (drawn or {}).items()},
             MASK_KEY: mask,
             self._done_key: done | mark,
             self._truncated_key: cut if truncated is None else cut | truncated,
         }
         if self._is_prioritized:
-            state = self._sampler.state
-            if self._sampler.layout.for_graphs:
+            state = self.starts_sampler.state
+            if self.starts_sampler.layout.for_graphs:
                 # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
             elif not is_traced():
@@ -442,7 +420,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             # an update with the batch of newest() is not expected
             if drawn is not None and not is_traced():
                 state.log.count_draw(torch.where(mask, slots, -1))
-        return unravel(slots, self._sampler.layout.shape), info
+        return unravel(slots, self.starts_sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
         """The newest ``slice_len`` steps of each stream: the on-policy batch of Algorithm 1.
@@ -467,16 +445,16 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
         )
         raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
-        self._sampler.synchronize(rb.storage)
+        self.starts_sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
-        return view.sample(self._starts.slices.lanes.num_lanes * self._slice_len)
+        return view.sample(self._starts.slices.lanes.num_lanes * self.slice_len)
 
     @torch.no_grad()
     def newest_rows(self, storage: Storage) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the batch of :meth:`newest`."""
         slices = self._starts.slices
         slots, count = slices.newest()
-        place = torch.arange(self._slice_len, device=slots.device)
+        place = torch.arange(self.slice_len, device=slots.device)
         mask = place < count.unsqueeze(1)
         going_on = slices.is_followed(slots) & mask[:, 1:]
         mark = torch.cat([~going_on, torch.ones_like(mask[:, :1])], 1)
@@ -494,14 +472,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         trajectories that another one interrupted before their end, unless its first row is marked. And the statistics
         of the anchors' sampler.
         """
-        with self._sampler.exclusive():
+        with self.starts_sampler.exclusive():
             ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
-        ours = TensorDict(ours, device=self._sampler.layout.device)
-        return self._sampler.stats().update(ours) if self._is_prioritized else ours
+        ours = TensorDict(ours, device=self.starts_sampler.layout.device)
+        return self.starts_sampler.stats().update(ours) if self._is_prioritized else ours
 
     def __repr__(self) -> str:
         return (
-            f"{_OWNER}(capacity={self._sampler.capacity}, slice_len={self._slice_len}, pad={self._pad}, "
+            f"{_OWNER}(capacity={self.starts_sampler.capacity}, slice_len={self.slice_len}, pad={self._pad}, "
             f"anchors={self.anchors!r})"
         )
 
@@ -510,7 +488,7 @@ class _Newest(RandomSampler):
     """Replaces the sampler of a buffer; samples are the newest slices."""
 
     def __init__(self, sampler: TrajectoryRetraceSampler):
-        self._sampler = sampler
+        self._slices = sampler
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
-        return self._sampler.newest_rows(storage)
+        return self._slices.newest_rows(storage)
