@@ -150,10 +150,6 @@ class EventTables(Mapping[str, EventTable]):
         ]
         return [specs, self.most, self.retention]
 
-    def table_of(self, spec: EventSpec) -> int:
-        """The number of the table that ``spec`` fills."""
-        return self.names.index(spec.table or spec.name)
-
     def sizes(self) -> dict[str, int]:
         """The number of transitions in each table."""
         return dict(zip(self.names, self.counts.tolist(), strict=True))
@@ -249,10 +245,6 @@ class EventTables(Mapping[str, EventTable]):
         """True if the journal has all changes since the counter of changes was ``seen``."""
         return self.counters.numpy()[CHANGES] - len(self.journal) <= seen
 
-    def changes(self, seen: int) -> Tensor:
-        """The positions that changed since the counter of changes was ``seen``, and the slots that moved, [n, 2]."""
-        return self.journal[torch.arange(seen, int(self.counters[CHANGES]), device="cpu") % len(self.journal)]
-
     # --- writing
 
     def adopt(self, count: int, next_slot: int) -> None:
@@ -308,13 +300,13 @@ class EventTables(Mapping[str, EventTable]):
             table, place = self[self.names[number]], places[number - self.first]
             name, count = f"EventTables[{self.names[number]!r}]", len(table)
             begin, end = self.begins[number : number + 2].tolist()
-            held = np.flatnonzero(place >= 0)
-            if len(held) != count or not max(count, 1) <= table.capacity <= self.most[number]:
-                raise AssertionError(f"{name}: the number of entries is wrong or exceeds the capacity")
-            if not np.array_equal(np.sort(place[held]), np.arange(begin, begin + count)):
-                raise AssertionError(f"{name}: a slot points to a position outside of the list")
-            if not np.array_equal(slot_at[place[held]], held) or (slot_at[begin + count : end] >= 0).any():
-                raise AssertionError(f"{name}: a slot points to a position that holds another slot")
+            held, entries = np.flatnonzero(place >= 0), slot_at[begin : begin + count]
+            if not max(count, 1) <= table.capacity <= self.most[number]:
+                raise AssertionError(f"{name}: there are more entries than the capacity, which is out of range")
+            if not np.array_equal(np.sort(entries), held) or (slot_at[begin + count : end] >= 0).any():
+                raise AssertionError(f"{name}: the entries are not the slots that have a place in the table")
+            if not np.array_equal(place[entries], np.arange(begin, begin + count)):
+                raise AssertionError(f"{name}: a slot has the place of another one")
             order = table.index().cpu().numpy()
             chain = [-1, *(place[order] - int(self.begins[self.first])), -1]
             heads, (older, newer) = self.heads[:, number].tolist(), self.links.numpy()[:, chain[1:-1]].tolist()
@@ -379,7 +371,8 @@ class TableView:
 
         They are on the device, and the device knows what is at the positions now.
         """
-        changes = self._tables.changes(seen).to(torch.int64)
+        journal, end = self._tables.journal, int(self._tables.counters[CHANGES])
+        changes = journal[torch.arange(seen, end, device="cpu") % len(journal)].to(torch.int64)
         if self.is_copy:
             position, slot = changes.unbind(1)
             now, places = self._tables.slot_at[position], self._tables.places[:, slot]

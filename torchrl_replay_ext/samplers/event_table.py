@@ -171,7 +171,8 @@ class EventTableSampler(DistributionSampler):
             exponents["beta"] = beta
         hyperparameters = make_exponents("EventTableSampler", **exponents)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
-        self._tables, self._correction = tables, correction
+        # the tables that the sampler draws from
+        self.tables, self._correction = tables, correction
         distribution = EventTableMixture if kind is None else _KINDS[kind][0]
         further: dict[str, Any] = {}
         if kind == "reaper":
@@ -201,22 +202,17 @@ class EventTableSampler(DistributionSampler):
                 "EventTableSampler: the buffer's writer does not fill event tables; pass "
                 "writer=EventTableWriter(tables)."
             )
-        if tables is not self._tables:
-            if tables.description() != self._tables.description():
+        if tables is not self.tables:
+            if tables.description() != self.tables.description():
                 raise ValueError(
                     "EventTableSampler: the buffer's writer has other tables; pass the same EventTables to both, or "
                     "tables with the same arguments."
                 )
-            self._tables = tables
+            self.tables = tables
             make: Any = self.make
             self.make = partial(make, tables=tables)
             return True
         return not self.layout.known
-
-    @property
-    def tables(self) -> EventTables:
-        """The tables that the sampler draws from."""
-        return self._tables
 
     @property
     def eta(self) -> dict[str, float]:
@@ -299,15 +295,11 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
     """The value of d for each table; -1 stands for the batch size."""
-    given: dict[str, Any] = {}
-    if isinstance(min_size, Mapping):
-        given = dict(min_size)
-    elif min_size is not None:
-        given = {name: min_size for name in tables.names if name != DEFAULT}
-    unknown = set(given) - set(tables.names)
-    if unknown:
+    given: Any = {} if min_size is None else min_size
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(tables.names[1:], min_size)
+    if unknown := set(given) - set(tables.names):
         raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
     for name, value in given.items():
-        shown = f"min_size[{name!r}]" if isinstance(min_size, Mapping) else "min_size"
-        require_integer("EventTableSampler", shown, value)
+        require_integer("EventTableSampler", f"min_size[{name!r}]", value)
     return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])

@@ -22,142 +22,24 @@ from torchrl_replay_ext.arguments import (
     require_nested_keys,
 )
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
-from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.slices import SliceIndex
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
+from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
-BEHAVIOUR = (
-    "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
-    "ProbabilisticActor writes the parameters of its distribution ('logits', or 'loc' and 'scale'), and with "
-    "return_log_prob=True the log-probability. Pass the names of these entries as behaviour_keys=."
-)
-
-
 MASK_KEY = ("collector", "mask")
-_OWNER = "TrajectoryRetraceSampler"
 _NO_SEQUENCES = (
-    f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
+    f"{OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
     "out, or use ProportionalSampler, RankBasedSampler or ReaPERSampler with it."
 )
-
-
-class SliceStarts(Distribution):
-    """Draws the starts of slices uniformly, and keeps the successor of each transition.
-
-    Args:
-        log: the generations of the slots.
-        priorities: not used.
-        slice_len: steps per slice.
-        num_streams: number of environments whose transitions are interleaved in flat storage.
-        reader: reads the ends of episodes.
-        behaviour_keys: entries that rows must have.
-        pad: if True, slices may be shorter than ``slice_len``.
-        on_load: what becomes of unfinished episodes when a state is loaded.
-    """
-
-    needs_order, why_not_joint = True, None
-    takes_priorities = False
-    # True after a draw that found a transition where a slice may begin
-    _had_starts = False
-
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities | None = None,
-        *,
-        slice_len: int,
-        num_streams: int,
-        reader: EpisodeReader,
-        behaviour_keys: Sequence[NestedKey],
-        pad: bool,
-        on_load: OnLoad,
-    ):
-        self._log, self._reader, self._behaviour_keys, self._on_load = log, reader, behaviour_keys, on_load
-        steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        state = {"assigned": assigned, "device": log.layout.device, "validate": log.layout.validate}
-        self.slices = SliceIndex(steps, num_lanes, length=slice_len, padded=pad, **state)
-        self._tree = self.slices.starts
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        for key in self._behaviour_keys:
-            rows.require(key, BEHAVIOUR)
-        marks = self._reader.read(rows, needs_ids=self.slices.lanes.assigned)
-        if not rows.is_rewrite:
-            self.slices.write(slots, marks)
-
-    def remove(self, slots: Tensor) -> None:
-        self.slices.remove(slots)
-
-    def before_full_overwrite(self) -> None:
-        self.slices.before_full_overwrite()
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
-            raise_if(
-                lambda: self._tree.total() == 0,
-                lambda: RuntimeError(
-                    f"{_OWNER}(slice_len={self.slices.length}, pad=False): no stored episode has {self.slices.length} "
-                    "consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or pad=True."
-                ),
-                # on an accelerator only until there is a start for the first time
-                skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
-            )
-            self._had_starts = True
-        return Draw(self._tree.sample(batch_size, generator=generator)[0])
-
-    def sums(self) -> Sums:
-        return Sums(self._tree.total().double().reshape(1), None)
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        if not self._tree.total():
-            return Draw(torch.zeros(0, dtype=torch.int64))
-        return Draw(self._tree.draw(wanted.u)[0])
-
-    def density(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots).double()
-
-    def clear(self) -> None:
-        self.slices.clear_()
-        self._had_starts = False
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
-
-    def rebuild(self) -> None:
-        self.slices.rebuild_(self._stored())
-        if self._on_load == "truncate":
-            self.slices.lanes.end_all()
-
-    def check_valid(self) -> None:
-        stored = self._stored()
-        self.slices.check_valid(stored)
-        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
-        end = (step + 1) * layout.slots_per_step
-        # the rows of a write that was refused later are not stored
-        if step >= 0 and bool(stored[time % layout.num_slots]) and (end - time - 1) % layout.num_slots:
-            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
-
-    def _stored(self) -> Tensor:
-        return self._log.generation[: self._log.layout.num_slots] > 0
-
-    def stats(self) -> dict[str, Tensor]:
-        """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
-        return {
-            "num_items": self._stored().sum(),
-            "num_starts": self._tree.leaves.sum(),
-            "interrupted": self.slices.lanes.interrupted.sum(),
-        }
 
 
 class _UniformStarts(DistributionSampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
-    owner = _OWNER
+    owner = OWNER
     expects_td_errors = False
 
     def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
@@ -266,48 +148,46 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         validate: bool = False,
     ):
         for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
-            require_integer(_OWNER, name, value)
-        require_bool(_OWNER, "pad", pad)
-        require_choice(_OWNER, "on_load", on_load, get_args(OnLoad))
-        require_nested_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+            require_integer(OWNER, name, value)
+        require_bool(OWNER, "pad", pad)
+        require_choice(OWNER, "on_load", on_load, get_args(OnLoad))
+        require_nested_keys(OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
-            raise TypeError(f"{_OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
+            raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
-            require_nested_keys(_OWNER, behaviour_keys=name)
+            require_nested_keys(OWNER, behaviour_keys=name)
         path = key_path(done_key)
         if path[-1] == "terminated":
             raise ValueError(
-                f"{_OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
+                f"{OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
                 "one; use ('next', 'done')."
             )
         if anchors != "uniform":
             if not isinstance(anchors, DistributionSampler):
                 raise ValueError(
-                    f"{_OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
-                    f"package. To combine with a DecoupledSampler, pass the {_OWNER} to it as critic_sampler."
+                    f"{OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
+                    f"package. To combine with a DecoupledSampler, pass the {OWNER} to it as critic_sampler."
                 )
             if anchors.state.observers:
                 raise ValueError(
-                    f"{_OWNER}: this anchors= already belongs to another {_OWNER}; create a sampler for each of them."
+                    f"{OWNER}: this anchors= already belongs to another {OWNER}; create a sampler for each of them."
                 )
-            tables: Any = getattr(anchors, "tables", None)
-            if tables is not None and tables.retention == "pinned":
+            if not anchors.distribution.slots_in_ring_order:
                 raise ValueError(
-                    f"{_OWNER}: with event tables of retention='pinned' slots are not in time order; use "
+                    f"{OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
                 )
             if validate:
-                raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
+                raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             if not pad:
                 raise ValueError(
-                    f"{_OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
+                    f"{OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
                     "use pad=True, or anchors='uniform'."
                 )
         # steps per slice
         self.slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")
-        self._behaviour_keys = names
         make = partial(
             SliceStarts,
             slice_len=slice_len,
@@ -354,7 +234,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         """
         if batch_size < 1 or batch_size % self.slice_len:
             raise ValueError(
-                f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
+                f"{OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
                 f"multiple of slice_len={self.slice_len}."
             )
         if _torchrl.draws_sequences(self, storage):
@@ -369,7 +249,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         # the mask is all False if the buffer is empty, in a graph
-        slots, mask = self._starts.slices.walk(start)
+        slots, mask = self._starts.walk(start)
         mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
         return self._rows(storage, slots, mask, mark, drawn)
 
@@ -386,10 +266,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             drawn: further columns of the starts, [n] each; None for the newest slices, which are not drawn.
         """
         slots, mask, mark = slots.reshape(-1), mask.reshape(-1), mark.reshape(-1)
-        data = stored_tensordict(_OWNER, storage)
-        for key in self._behaviour_keys:
-            if data.get(key, None) is None:
-                raise KeyError(f"{_OWNER}: the stored data has no entry {key!r}, {BEHAVIOUR}")
+        data = stored_tensordict(OWNER, storage)
 
         def flag(key: NestedKey) -> Tensor | None:
             column = data.get(key, None)
@@ -442,21 +319,21 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         raise_if(lambda: _torchrl.draws_sequences(self, rb.storage), lambda: ValueError(_NO_SEQUENCES))
         raise_if(
             lambda: getattr(rb.sampler, "critic_sampler", rb.sampler) is not self,
-            lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
+            lambda: ValueError(f"{OWNER}.newest: rb must be the buffer that has this sampler."),
         )
-        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
+        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{OWNER}: cannot sample from an empty storage."))
         self.starts_sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
-        return view.sample(self._starts.slices.lanes.num_lanes * self.slice_len)
+        return view.sample(self._starts.lanes.num_lanes * self.slice_len)
 
     @torch.no_grad()
     def newest_rows(self, storage: Storage) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the batch of :meth:`newest`."""
-        slices = self._starts.slices
-        slots, count = slices.newest()
+        starts = self._starts
+        slots, count = starts.newest()
         place = torch.arange(self.slice_len, device=slots.device)
         mask = place < count.unsqueeze(1)
-        going_on = slices.is_followed(slots) & mask[:, 1:]
+        going_on = starts.is_followed(slots) & mask[:, 1:]
         mark = torch.cat([~going_on, torch.ones_like(mask[:, :1])], 1)
         index, info = self._rows(storage, slots, mask, mark, None)
         if self._is_prioritized:
@@ -479,7 +356,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
     def __repr__(self) -> str:
         return (
-            f"{_OWNER}(capacity={self.starts_sampler.capacity}, slice_len={self.slice_len}, pad={self._pad}, "
+            f"{OWNER}(capacity={self.starts_sampler.capacity}, slice_len={self.slice_len}, pad={self._pad}, "
             f"anchors={self.anchors!r})"
         )
 
