@@ -57,11 +57,6 @@ class CandidateScorer:
         # a single transition has no covariance
         self._uses_divergence = self.score == "kl" and self.granularity != "transition"
 
-    @property
-    def has_correlated_noise(self) -> bool:
-        """True if ``noise_scale`` is a covariance matrix."""
-        return self._whitening is not None
-
     def to(self, device: torch.device) -> None:
         """Move the tensors to ``device``."""
         self._scale = self._scale.to(device)

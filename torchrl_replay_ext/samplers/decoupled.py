@@ -188,8 +188,6 @@ class DecoupledSampler(SamplerWrapper):
                 f"DecoupledSampler: the policy writes {list(out_keys)}; it must write {self._action_key!r}, or 'loc' "
                 "and 'scale'."
             )
-        if self._scorer.score == "logprob" and self._scorer.has_correlated_noise and not is_stochastic:
-            raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
         require_continuous_actions(policy, self._action_key, "DecoupledSampler")
         hint = (
             " For another distribution, name its parameters other than 'loc' and 'scale', and set noise_scale to the "
@@ -217,9 +215,7 @@ class DecoupledSampler(SamplerWrapper):
                 "process has a copy, whose policy is never updated."
             )
         batch_size = rb.batch_size if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
-        require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
+        batch_size = require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
         self._scorer.require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
         is_pinned = tables is not None and tables.retention == "pinned"

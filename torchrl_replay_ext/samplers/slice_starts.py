@@ -229,11 +229,9 @@ class SliceStarts(Distribution):
         followed = following != slots
         if not bool(stored[following[followed]].all() and stored[followed].all()):
             raise AssertionError("SliceStarts: an empty slot has a successor or is one")
-        if int(following[followed].bincount(minlength=1).max()) > 1:
-            raise AssertionError("SliceStarts: a transition is the successor of two others")
-        age = (self._time - slots) % self._size
-        if not bool((age[following] < age)[followed].all()):
-            raise AssertionError("SliceStarts: a successor was written before its predecessor")
+        age, most = (self._time - slots) % self._size, following[followed].bincount(minlength=1).max()
+        if int(most) > 1 or not bool((age[following] < age)[followed].all()):
+            raise AssertionError("SliceStarts: a successor is that of two transitions, or older than its predecessor")
         # the newest rows of each lane, the oldest first; those that are still stored follow one another
         order = (self._rows.unsqueeze(1) + torch.arange(self._slice_len, device=self._device)) % self._slice_len
         times = self._recent.gather(1, order)

@@ -40,10 +40,7 @@ class _UniformStarts(DistributionSampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
     owner = OWNER
-    expects_td_errors = False
-
-    def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
-        super().__init__(capacity, make, hyperparameters={}, validate=validate)
+    expects_td_errors = takes_stamps = False
 
 
 @PrioritizedSampler.register
@@ -198,10 +195,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
+        if isinstance(anchors, str):
+            anchors = _UniformStarts(capacity, make, hyperparameters={}, validate=validate)
+        else:
+            anchors.observe(make)
         # draws the starts
-        self.starts_sampler = _UniformStarts(capacity, make, validate) if isinstance(anchors, str) else anchors
-        if self._is_prioritized:
-            self.starts_sampler.observe(make)
+        self.starts_sampler: DistributionSampler = anchors
 
     @property
     def anchors(self) -> Literal["uniform"] | DistributionSampler:
@@ -217,11 +216,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         starts = self.starts_sampler.state.observers[-1] if self._is_prioritized else self.starts_sampler.distribution
         assert isinstance(starts, SliceStarts)
         return starts
-
-    @property
-    def takes_stamps(self) -> bool:
-        """True if samples carry the generation of each row."""
-        return self._is_prioritized
 
     # --- drawing
 
