@@ -290,10 +290,8 @@ class EventTables(Mapping[str, EventTable]):
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         check_counts("EventTables", self.counters, self.capacities, self.counts, self.classes)
         slot_at, places = self.slot_at.numpy(), self.places.numpy()
-        if self.counts[0] > self.num_slots:
-            raise AssertionError("EventTables['default']: there are more entries than slots")
-        if self.first and self.capacities[0] != self.num_slots:
-            raise AssertionError("EventTables['default']: the capacity is not the number of slots")
+        if self.counts[0] > self.num_slots or (self.first and self.capacities[0] != self.num_slots):
+            raise AssertionError("EventTables['default']: there are more entries than slots, or the capacity is wrong")
         if self.first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
             raise AssertionError("EventTables['default']: a slot is not at its own position")
         for number in range(self.first, len(self.names)):
@@ -310,10 +308,9 @@ class EventTables(Mapping[str, EventTable]):
             order = table.index().cpu().numpy()
             chain = [-1, *(place[order] - int(self.begins[self.first])), -1]
             heads, (older, newer) = self.heads[:, number].tolist(), self.links.numpy()[:, chain[1:-1]].tolist()
-            if not np.array_equal(np.sort(order), held) or heads != [chain[1], chain[-2]]:
+            is_chain = heads == [chain[1], chain[-2]] and older == chain[:-2] and newer == chain[2:]
+            if not np.array_equal(np.sort(order), held) or not is_chain:
                 raise AssertionError(f"{name}: the order of the entries is broken")
-            if older != chain[:-2] or newer != chain[2:]:
-                raise AssertionError(f"{name}: an entry does not know its neighbours")
         if self.is_pinned:
             self._check_pinned(places)
 

@@ -29,7 +29,7 @@ from torchrl_replay_ext.kernels.events_layout import CHANGES, UNSENT
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_mixture, events_set_masses
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
-from torchrl_replay_ext.samplers.table_shares import TableShares, among
+from torchrl_replay_ext.samplers.table_shares import TableShares
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 
@@ -327,7 +327,10 @@ class EventTableMixture(Distribution):
     def _used(self, counts: Tensor, mass: Tensor, batch_size: int, eta: Tensor) -> Tensor:
         """η of the tables that are used for a batch, with sum 1; see :func:`torchrl_replay_ext.kernels.events.draw`."""
         needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        return among(eta, (counts >= needed) & (mass > 0))
+        eta = eta * ((counts >= needed) & (mass > 0))
+        # if no table is used, rows come from the default table
+        eta = torch.where(eta.sum() > 0, eta, torch.eye(len(eta), dtype=eta.dtype, device=eta.device)[0])
+        return eta / eta.sum()
 
     # --- joint draws: a table of the whole buffer is the union of the tables of the same name of all shards
 

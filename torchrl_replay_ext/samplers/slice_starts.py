@@ -174,13 +174,13 @@ class SliceStarts(Distribution):
         """The newest transitions of each lane in time order, across episodes.
 
         Returns:
-            Slots, int64 [lanes, slice_len], the last one repeated, or slot 0 if there is none; and the number of
-            distinct slots per lane, [lanes].
+            Slots, int64 [lanes, slice_len], the last one repeated, or slot 0 if there is none; and the mask,
+            bool [lanes, slice_len], False where a lane has fewer transitions.
         """
-        count = (self._time - self._recent < self._size).sum(1)
-        place = torch.arange(self._slice_len, device=self._device).minimum((count - 1).unsqueeze(1))
-        place = ((self._rows - count).unsqueeze(1) + place) % self._slice_len
-        return self._recent.gather(1, place) % self._size * (count > 0).unsqueeze(1), count
+        count = (self._time - self._recent < self._size).sum(1, keepdim=True)
+        step = torch.arange(self._slice_len, device=self._device)
+        place = (self._rows.unsqueeze(1) - count + step.minimum(count - 1)) % self._slice_len
+        return self._recent.gather(1, place) % self._size * (count > 0), step < count
 
     def is_followed(self, slots: Tensor) -> Tensor:
         """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""

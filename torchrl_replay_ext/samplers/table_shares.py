@@ -14,14 +14,6 @@ from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
 _OWNER = "EventTableSampler"
 
 
-def among(eta: Tensor, usable: Tensor) -> Tensor:
-    """η of the tables that are ``usable`` [tables], with sum 1; if none is, rows come from the default table."""
-    eta = eta * usable
-    share = eta.sum()
-    only = (torch.arange(len(eta), device=eta.device) == 0) * (share == 0)
-    return (eta + only) / (share + (share == 0))
-
-
 class TableShares:
     """η of each table, constant or on a linear schedule that counts batches. The state is one tensor.
 

@@ -244,11 +244,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         # the mask is all False if the buffer is empty, in a graph
         slots, mask = self._starts.walk(start)
-        mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
-        return self._rows(storage, slots, mask, mark, drawn)
+        return self._rows(storage, slots, mask, mask[:, 1:], drawn)
 
     def _rows(
-        self, storage: Any, slots: Tensor, mask: Tensor, mark: Tensor, drawn: dict[str, Tensor] | None
+        self, storage: Any, slots: Tensor, mask: Tensor, goes_on: Tensor, drawn: dict[str, Tensor] | None
     ) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the rows ``slots`` [n, slice_len].
 
@@ -256,10 +255,11 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             storage: the storage.
             slots: int64 [n, slice_len].
             mask: True for real rows, bool [n, slice_len].
-            mark: True for rows that end a trace, bool [n, slice_len].
+            goes_on: True where the next row continues the trace, bool [n, slice_len - 1].
             drawn: further columns of the starts, [n] each; None for the newest slices, which are not drawn.
         """
-        slots, mask, mark = slots.reshape(-1), mask.reshape(-1), mark.reshape(-1)
+        ends = torch.cat([~goes_on, torch.ones_like(mask[:, :1])], 1)
+        slots, mask, ends = slots.reshape(-1), mask.reshape(-1), ends.reshape(-1)
         data = stored_tensordict(OWNER, storage)
 
         def flag(key: NestedKey) -> Tensor | None:
@@ -271,14 +271,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
         done = flag(self._done_key)
         assert done is not None
-        mark = mark.view(-1, *(1,) * (done.ndim - 1))
-        cut, truncated = mark & ~done, flag(self._truncated_key)
+        ends = ends.view(-1, *(1,) * (done.ndim - 1))
+        cut, truncated = ends & ~done, flag(self._truncated_key)
         if truncated is None and (terminated := flag((*self._done_key[:-1], "terminated"))) is not None:
             truncated = done & ~terminated.reshape(done.shape)
         info = {
             **{key: value.repeat_interleave(self.slice_len, 0) for key, value in (drawn or {}).items()},
             MASK_KEY: mask,
-            self._done_key: done | mark,
+            self._done_key: done | ends,
             self._truncated_key: cut if truncated is None else cut | truncated,
         }
         if self._is_prioritized:
@@ -323,13 +323,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     @torch.no_grad()
     def newest_rows(self, storage: Storage) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the batch of :meth:`newest`."""
-        starts = self._starts
-        slots, count = starts.newest()
-        place = torch.arange(self.slice_len, device=slots.device)
-        mask = place < count.unsqueeze(1)
-        going_on = starts.is_followed(slots) & mask[:, 1:]
-        mark = torch.cat([~going_on, torch.ones_like(mask[:, :1])], 1)
-        index, info = self._rows(storage, slots, mask, mark, None)
+        slots, mask = self._starts.newest()
+        index, info = self._rows(storage, slots, mask, self._starts.is_followed(slots) & mask[:, 1:], None)
         if self._is_prioritized:
             info["priority_weight"] = torch.ones(slots.numel(), device=slots.device)
         return index, info
