@@ -19,12 +19,15 @@ from torchrl_replay_ext import EventSpec, EventTables, SumTree, kernels
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
-from torchrl_replay_ext.core.slices import SliceIndex
 from torchrl_replay_ext.core.sum_tree import MaxTree
+from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional import allocate
 from torchrl_replay_ext.functional.allocation import METHODS
 from torchrl_replay_ext.kernels import ops, reaper, reasons, tree_layout
+from torchrl_replay_ext.samplers.rows import EpisodeReader
+from torchrl_replay_ext.samplers.slice_starts import SliceStarts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
@@ -399,26 +402,33 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     assert int(other.lanes.interrupted) > 0
 
 
+def some_slices(size, lanes, *, assigned, padded):
+    log = WriteLog(Layout((size,) if assigned else (size // lanes, lanes), size, torch.device("cpu")))
+    reader = EpisodeReader(done_key="done", traj_key="trajectory", init_key="initial")
+    arguments = {"num_streams": lanes, "reader": reader, "behaviour_keys": (), "on_load": "continue"}
+    return SliceStarts(log, slice_len=4, pad=padded, **arguments)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
 def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded):
     size = 42 if assigned else 18 * lanes
-    index = SliceIndex(size if assigned else 18, lanes, assigned=assigned, length=4, padded=padded)
-    other, stored = copy.deepcopy(index), torch.zeros(size, dtype=torch.bool)
+    index = some_slices(size, lanes, assigned=assigned, padded=padded)
+    other = copy.deepcopy(index)
     for number, (slots, marks, _) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
-        stored[slots] = True
+        other._log.generation[slots] = number
         oldest = (slots[-1] + torch.arange(1, 1 + lanes)) % size
         for each, call in ((index, plainly), (other, run)):
             call(each.write, slots, marks)
             if number == 7:
                 call(each.remove, oldest)
-                stored[oldest] = False
+                other._log.generation[oldest] = 0
         assert_same_tensors(index.tensors(), other.tensors())
         assert_equal(index.starts, other.starts)
         for ours, theirs in zip(index.walk(slots), run(other.walk, slots), strict=True):
             assert torch.equal(ours, theirs)
-    other.check_valid(stored)
+    other.check_valid()
     slots, mask = run(other.walk, torch.arange(size))
     assert mask[:, 0].tolist() == (other.starts.get(torch.arange(size)) > 0).tolist() and mask.any()
     assert padded or mask.all(1).equal(mask.any(1))
@@ -446,11 +456,11 @@ def test_all_implementations_refuse_the_same_trajectories(run):
 def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
     for seed in range(3 if INTERPRETED else 20):
         episodes = EpisodeIndex(120, 2 if assigned else 1, assigned=assigned)
-        slices = SliceIndex(120, 2 if assigned else 1, assigned=assigned, length=4, padded=False)
+        slices = some_slices(120, 2 if assigned else 1, assigned=assigned, padded=False)
         torch.manual_seed(seed)
         for index in (episodes, slices):
             for name, tensor in index.tensors().items():
-                if name not in ("interrupted", "finished", "rows"):
+                if name.removeprefix("slices_") not in ("interrupted", "finished", "rows"):
                     most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
                     tensor.copy_(torch.randint(-most, most, tensor.shape))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)

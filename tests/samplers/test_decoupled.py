@@ -235,6 +235,11 @@ def test_groups_and_transitions_choose_more():
     assert means["transition"] < 0.6 * means["group"] < 0.6 * means["batch"]
 
 
+def constant_of(noise):
+    """The part of −log π that all actions have, for a covariance matrix."""
+    return noise.logdet() / 2 + len(noise) / 2 * math.log(2 * math.pi)
+
+
 def test_mean_squared_errors_and_log_probabilities():
     torch.manual_seed(0)
     policy = make_policy()
@@ -249,8 +254,15 @@ def test_mean_squared_errors_and_log_probabilities():
     with torch.no_grad():
         mean = policy.module(rb.storage[:]["observation"])
     log_prob = Normal(mean, scale).log_prob(rb.storage[:]["action"]).sum(-1)[batch["index"]]
-    constant = scale.log().sum() + math.log(2 * math.pi)
-    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant)
+    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant_of(scale.square().diag()))
+    # correlated noise
+    noise = torch.tensor([[0.1, 0.05], [0.05, 0.2]])
+    _, actor_rb = make(policy=policy, score="logprob", noise_scale=noise)
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        mean = policy.module(batch["observation"])
+    log_prob = MultivariateNormal(mean, noise).log_prob(batch["action"])
+    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant_of(noise))
 
 
 def stochastic_policy(distribution, **keywords):

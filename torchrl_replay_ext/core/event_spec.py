@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrl_replay_ext._torchrl import entries_of
 from torchrl_replay_ext.arguments import is_key, require_choice, require_integer, require_nested_keys, require_number
 
+# the name of the table of all transitions
 DEFAULT = "default"
 
 Retention = Literal["ring", "pinned"]
@@ -188,16 +189,11 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     if len(set(names)) != len(names):
         raise ValueError(f"EventTables: two events have the same name among {names}.")
     tables = list(dict.fromkeys(spec.table or spec.name for spec in specs))
-    if retention == "ring" and DEFAULT in capacity:
-        raise ValueError(
-            "EventTables: with retention='ring' the default table is the whole storage and has no capacity; remove "
-            "'default', or use retention='pinned'."
-        )
     expected = tables if retention == "ring" else [DEFAULT, *tables]
     if set(capacity) != set(expected):
         raise ValueError(
             f"EventTables: capacity names {sorted(capacity)}, but the tables are {sorted(expected)}; give one number "
-            "for each table."
+            "for each table. With retention='ring' the default table is the whole storage: remove 'default'."
         )
     for name, value in capacity.items():
         require_integer("EventTables", f"capacity[{name!r}]", value)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.layout import check_counts
+from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, UNSENT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
@@ -23,9 +24,6 @@ ARRAYS = (
     *("slot_at", "links", "places", "heads", "counts", "capacities", "begins", "number", "before", "free", "counters"),
     *("complete_from", "classes", "journal"),
 )
-# The place of a transition that has never been in a list, and entries of the counters; see kernels/events.py.
-UNSENT = -1
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
 # There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
 MAX_EVENT_TABLES = 16
 _NO_SLOTS = np.empty(0, np.int64)
@@ -152,10 +150,6 @@ class EventTables(Mapping[str, EventTable]):
         ]
         return [specs, self.most, self.retention]
 
-    def table_of(self, spec: EventSpec) -> int:
-        """The number of the table that ``spec`` fills."""
-        return self.names.index(spec.table or spec.name)
-
     def sizes(self) -> dict[str, int]:
         """The number of transitions in each table."""
         return dict(zip(self.names, self.counts.tolist(), strict=True))
@@ -206,7 +200,7 @@ class EventTables(Mapping[str, EventTable]):
         self.places = zeros(count - first, size, dtype=wide)
         self.links, self.heads = zeros(2, listed, dtype=wide), zeros(2, count)
         self.free = zeros(size if self.is_pinned else 0, dtype=wide)
-        self.classes, self.counters = zeros(count + 1, num_classes), zeros(6)
+        self.classes, self.counters = zeros(count + 1, num_classes), zeros(5)
         self.journal = zeros(4096 + positions // 16, 2, dtype=wide)
         self.arrays = Views(*(vars(self)[name] for name in ARRAYS))
         self.clear()
@@ -244,19 +238,12 @@ class EventTables(Mapping[str, EventTable]):
     # --- changes
 
     def _forget_journal(self) -> None:
-        """Let samplers read all entries again."""
-        self.counters[CHANGES] += 1
-        self.counters[JOURNAL_BEGIN] = self.counters[CHANGES]
+        """Let samplers read all entries again: count more changes than the journal has."""
+        self.counters[CHANGES] += len(self.journal) + 1
 
     def has_changes_since(self, seen: int) -> bool:
         """True if the journal has all changes since the counter of changes was ``seen``."""
-        counters = self.counters.numpy()
-        end = counters[CHANGES]
-        return max(counters[JOURNAL_BEGIN], end - len(self.journal)) <= seen <= end
-
-    def changes(self, seen: int) -> Tensor:
-        """The positions that changed since the counter of changes was ``seen``, and the slots that moved, [n, 2]."""
-        return self.journal[torch.arange(seen, int(self.counters[CHANGES]), device="cpu") % len(self.journal)]
+        return self.counters.numpy()[CHANGES] - len(self.journal) <= seen
 
     # --- writing
 
@@ -303,30 +290,27 @@ class EventTables(Mapping[str, EventTable]):
         """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
         check_counts("EventTables", self.counters, self.capacities, self.counts, self.classes)
         slot_at, places = self.slot_at.numpy(), self.places.numpy()
-        if self.counts[0] > self.num_slots:
-            raise AssertionError("EventTables['default']: there are more entries than slots")
-        if self.first and self.capacities[0] != self.num_slots:
-            raise AssertionError("EventTables['default']: the capacity is not the number of slots")
+        if self.counts[0] > self.num_slots or (self.first and self.capacities[0] != self.num_slots):
+            raise AssertionError("EventTables['default']: there are more entries than slots, or the capacity is wrong")
         if self.first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
             raise AssertionError("EventTables['default']: a slot is not at its own position")
         for number in range(self.first, len(self.names)):
             table, place = self[self.names[number]], places[number - self.first]
             name, count = f"EventTables[{self.names[number]!r}]", len(table)
             begin, end = self.begins[number : number + 2].tolist()
-            held = np.flatnonzero(place >= 0)
-            if len(held) != count or not max(count, 1) <= table.capacity <= self.most[number]:
-                raise AssertionError(f"{name}: the number of entries is wrong or exceeds the capacity")
-            if not np.array_equal(np.sort(place[held]), np.arange(begin, begin + count)):
-                raise AssertionError(f"{name}: a slot points to a position outside of the list")
-            if not np.array_equal(slot_at[place[held]], held) or (slot_at[begin + count : end] >= 0).any():
-                raise AssertionError(f"{name}: a slot points to a position that holds another slot")
+            held, entries = np.flatnonzero(place >= 0), slot_at[begin : begin + count]
+            if not max(count, 1) <= table.capacity <= self.most[number]:
+                raise AssertionError(f"{name}: there are more entries than the capacity, which is out of range")
+            if not np.array_equal(np.sort(entries), held) or (slot_at[begin + count : end] >= 0).any():
+                raise AssertionError(f"{name}: the entries are not the slots that have a place in the table")
+            if not np.array_equal(place[entries], np.arange(begin, begin + count)):
+                raise AssertionError(f"{name}: a slot has the place of another one")
             order = table.index().cpu().numpy()
             chain = [-1, *(place[order] - int(self.begins[self.first])), -1]
             heads, (older, newer) = self.heads[:, number].tolist(), self.links.numpy()[:, chain[1:-1]].tolist()
-            if not np.array_equal(np.sort(order), held) or heads != [chain[1], chain[-2]]:
+            is_chain = heads == [chain[1], chain[-2]] and older == chain[:-2] and newer == chain[2:]
+            if not np.array_equal(np.sort(order), held) or not is_chain:
                 raise AssertionError(f"{name}: the order of the entries is broken")
-            if older != chain[:-2] or newer != chain[2:]:
-                raise AssertionError(f"{name}: an entry does not know its neighbours")
         if self.is_pinned:
             self._check_pinned(places)
 
@@ -384,7 +368,8 @@ class TableView:
 
         They are on the device, and the device knows what is at the positions now.
         """
-        changes = self._tables.changes(seen).to(torch.int64)
+        journal, end = self._tables.journal, int(self._tables.counters[CHANGES])
+        changes = journal[torch.arange(seen, end, device="cpu") % len(journal)].to(torch.int64)
         if self.is_copy:
             position, slot = changes.unbind(1)
             now, places = self._tables.slot_at[position], self._tables.places[:, slot]

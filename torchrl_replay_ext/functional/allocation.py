@@ -65,11 +65,7 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
         share = batch_size * eta / eta.sum()
         counts = share.floor()
         # rank 0 is the largest fraction; of equal fractions the lower index comes first
-        fraction = share - counts
-        ahead = fraction.unsqueeze(0) > fraction.unsqueeze(1)
-        number = torch.arange(len(eta), device=eta.device)
-        tied = (fraction.unsqueeze(0) == fraction.unsqueeze(1)) & (number.unsqueeze(0) < number.unsqueeze(1))
-        rank = (ahead | tied).sum(1)
+        rank = (counts - share).argsort(stable=True).argsort()
         return (counts + (rank < batch_size - counts.sum())).to(torch.int64).cumsum(0)
     if u is None:
         size = 1 if method == "systematic" else batch_size

@@ -22,15 +22,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, LEFT, NEXT_SLOT, UNSENT, WRITTEN
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
-UNSENT, LEFT = -1, -2
-# entries of ``counters``
-WRITTEN, NEXT_SLOT, CHANGES, JOURNAL_BEGIN, FREE_HEAD, FREE_TAIL = range(6)
-# the mass of priority 1
-UNIT = 2**23
+# the methods of ``allocate``
 SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)
 
 
@@ -291,46 +289,37 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, j
 @part
 def _allocate(eta, allocation, seed, table):
     """Divide the rows of a batch among tables in proportions ``eta``, in random order; see ``allocate``."""
-    rows, row, cumulated = table.shape[0], 0, 0.0
-    count = np.zeros(eta.shape[0], np.int64)
-    if allocation == MULTINOMIAL:
-        for each in range(rows):
-            u, k = uniform(seed, 3 * rows + each), 0
-            cumulated = eta[0]
-            while k < eta.shape[0] - 1 and u >= cumulated:
-                k += 1
-                cumulated += eta[k]
-            count[k] += 1
-    elif allocation == SYSTEMATIC:
-        ahead, u = 0, uniform(seed, 3 * rows)
-        for k in range(eta.shape[0]):
-            cumulated += eta[k]
-            end = min(max(np.int64(np.ceil(rows * min(cumulated, 1.0) - u)), ahead), rows)
-            count[k] = end - ahead
-            ahead = end
-    else:
-        fraction, left = np.empty(eta.shape[0]), rows
-        for k in range(eta.shape[0]):
-            count[k] = np.int64(rows * eta[k])
-            fraction[k] = rows * eta[k] - count[k]
-            left -= count[k]
+    rows, tables, last = table.shape[0], eta.shape[0], 0
+    # the number of rows of each table, which may be a fraction, and the point of the first row
+    wanted, fraction, point = np.empty(tables), np.empty(tables), uniform(seed, 3 * rows)
+    for k in range(tables):
+        wanted[k] = rows * eta[k]
+        last = k if eta[k] > 0 else last
+    if allocation == LARGEST_REMAINDER:
+        point, left = 0.0, rows
+        for k in range(tables):
+            fraction[k] = wanted[k] % 1.0
+            wanted[k] -= fraction[k]
+            left -= np.int64(wanted[k])
         for _ in range(left):
             best = 0
-            for k in range(eta.shape[0]):
+            for k in range(tables):
                 if fraction[k] > fraction[best]:
                     best = k
-            count[best] += 1
+            wanted[best] += 1
             fraction[best] = -1.0
-    for k in range(eta.shape[0]):
-        for _ in range(min(count[k], rows - row)):
-            table[row] = k
-            row += 1
-    # of rounding: rows that no table has taken
-    for each in range(row, rows):
-        table[each] = table[max(row - 1, 0)]
-    for each in range(rows - 1, 0, -1):
-        other = min(np.int64(uniform(seed, rows + each) * (each + 1)), each)
-        table[each], table[other] = table[other], table[each]
+    for row in range(rows):
+        if allocation == MULTINOMIAL:
+            point = rows * uniform(seed, 3 * rows + row)
+        k, end = 0, wanted[0]
+        while k < last and point >= end:
+            k += 1
+            end += wanted[k]
+        table[row] = k
+        point += 1
+    for row in range(rows - 1, 0, -1):
+        other = min(np.int64(uniform(seed, rows + row) * (row + 1)), row)
+        table[row], table[other] = table[other], table[row]
 
 
 @part

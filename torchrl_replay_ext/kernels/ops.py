@@ -8,6 +8,7 @@ To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CU
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections.abc import Callable
 from importlib import import_module
@@ -263,9 +264,7 @@ _EVENTS = (
     "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, "
     "Tensor(p!) complete_from, Tensor(q!) classes, Tensor(r!) journal"
 )
-_READ_EVENTS = "Tensor slot_at, Tensor links, Tensor places, Tensor heads, Tensor counts, Tensor capacities, "
-_READ_EVENTS += "Tensor begins, Tensor number, Tensor before, Tensor free, Tensor counters, Tensor complete_from, "
-_READ_EVENTS += "Tensor classes, Tensor journal"
+_READ_EVENTS = re.sub(r"\(\w!\)", "", _EVENTS)
 events_write = Kernel(
     "events.write",
     "Tensor(a!) episodes, Tensor(b!) slots, Tensor lane, Tensor trajectory, Tensor ends, Tensor begins_, "

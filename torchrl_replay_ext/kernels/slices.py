@@ -1,4 +1,4 @@
-"""Loops over the slices of episodes; :class:`~torchrl_replay_ext.core.slices.SliceIndex` has the arrays.
+"""Loops over the slices of episodes; :class:`~torchrl_replay_ext.samplers.slice_starts.SliceStarts` has the arrays.
 
 Slots out of range are skipped. Loops stay in range whatever the arrays hold.
 """

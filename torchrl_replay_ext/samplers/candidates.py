@@ -54,11 +54,8 @@ class CandidateScorer:
         # a covariance matrix may be positive definite in float64 only
         require_noise_scale(_OWNER, scale)
         self._whitening = torch.linalg.inv(torch.linalg.cholesky(scale)) if scale.ndim == 2 else None
-
-    @property
-    def has_correlated_noise(self) -> bool:
-        """True if ``noise_scale`` is a covariance matrix."""
-        return self._whitening is not None
+        # a single transition has no covariance
+        self._uses_divergence = self.score == "kl" and self.granularity != "transition"
 
     def to(self, device: torch.device) -> None:
         """Move the tensors to ``device``."""
@@ -73,8 +70,7 @@ class CandidateScorer:
             )
 
     def _require_enough_rows(self, rows: int, dims: int) -> None:
-        uses_covariance = self.score == "kl" and self.covariance == "full" and self.granularity != "transition"
-        if uses_covariance and rows <= dims:
+        if self._uses_divergence and self.covariance == "full" and rows <= dims:
             what = "group_size" if self.granularity == "group" else "the actor's batch_size"
             raise ValueError(
                 f"{_OWNER}(covariance='full'): {what} is {rows}, and actions have {dims} dimensions; the covariance "
@@ -105,8 +101,15 @@ class CandidateScorer:
         whitened, correction = self._whiten(action, expected, scale, is_squashed)
         size = {"batch": batch_size, "group": self.group_size, "transition": 1}[self.granularity]
         self._require_enough_rows(size, whitened.shape[-1])
-        parts = whitened.reshape(count, -1, size, whitened.shape[-1])
-        scores = self._scores(parts, correction.reshape(count, -1, size), scale is not None)
+        units = whitened.reshape(count, -1, size, whitened.shape[-1])
+        if self._uses_divergence:
+            noise_scale = self._scale.to(units.device) if scale is None else 1.0
+            scores = divergence(units, noise_scale, self.covariance, self.eps)
+        else:
+            distance = units.square().sum(-1)
+            if self.score == "logprob":
+                distance = distance / 2 + correction.reshape(count, -1, size)
+            scores = distance.mean(-1)
         scores = scores.nan_to_num(nan=math.inf, posinf=math.inf)
         if self.granularity == "transition":
             # not by score: in the order in which they were drawn, which is random
@@ -122,7 +125,7 @@ class CandidateScorer:
     ) -> tuple[Tensor, Tensor]:
         """Return z, [n, A]; and the row-dependent terms of −log π other than ½ |z|², [n].
 
-        For ``score="kl"`` and a deterministic policy, z is u − π(s): the divergence divides by the scale.
+        For a deterministic policy, z is u − π(s) if the divergence divides by the scale.
         """
         continuous = action.is_floating_point() and expected.is_floating_point()
         if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
@@ -139,23 +142,9 @@ class CandidateScorer:
             return (action - expected) / scale, correction
         difference = action - expected
         # the number of action dimensions is unknown before the first batch
-        noise_scale = as_noise_scale(self._scale, difference)
-        no_correction = difference[:, 0] * 0
-        if self.score == "kl":
+        noise_scale, no_correction = as_noise_scale(self._scale, difference), difference[:, 0] * 0
+        if self._uses_divergence:
             return difference, no_correction
-        return self._divide_by_noise(difference, noise_scale), no_correction
-
-    def _divide_by_noise(self, difference: Tensor, scale: Tensor) -> Tensor:
-        return difference / scale if self._whitening is None else difference @ self._whitening.to(scale).mT
-
-    def _scores(self, parts: Tensor, correction: Tensor, is_stochastic: bool) -> Tensor:
-        """Scores of parts [K, n, size, A], [K, n]."""
-        if self.score == "kl" and self.granularity != "transition":
-            scale = 1.0 if is_stochastic else self._scale.to(parts.device)
-            return divergence(parts, scale, self.covariance, self.eps)
-        if self.score == "kl" and not is_stochastic:
-            parts = self._divide_by_noise(parts, self._scale.to(parts))
-        distance = parts.square().sum(-1)
-        if self.score == "logprob":
-            distance = distance / 2 + correction
-        return distance.mean(-1)
+        if self._whitening is not None:
+            return difference @ self._whitening.to(noise_scale).mT, no_correction
+        return difference / noise_scale, no_correction

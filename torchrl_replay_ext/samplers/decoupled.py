@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictSequential,
@@ -20,13 +19,9 @@ from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Compose
 
-from torchrl_replay_ext._torchrl import (
-    is_stacked,
-    length,
-    read_only_buffer,
-    stored_data,
-)
+from torchrl_replay_ext._torchrl import is_stacked, length, read_only_buffer
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
@@ -35,6 +30,7 @@ from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, Score
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
+from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
@@ -136,6 +132,8 @@ class DecoupledSampler(SamplerWrapper):
     num_candidates = delegated("_scorer", "num_candidates", read_only=True)
     granularity = delegated("_scorer", "granularity", read_only=True)
     group_size = delegated("_scorer", "group_size", read_only=True)
+    # draws the critic's batch
+    sample = delegated("critic_sampler", "sample", read_only=True)
 
     def __init__(
         self,
@@ -152,15 +150,7 @@ class DecoupledSampler(SamplerWrapper):
         group_size: int = 16,
         candidate_sampler: Sampler | None = None,
     ):
-        self._scorer = CandidateScorer(
-            num_candidates=num_candidates,
-            noise_scale=noise_scale,
-            score=score,
-            covariance=covariance,
-            eps=eps,
-            granularity=granularity,
-            group_size=group_size,
-        )
+        self._scorer = CandidateScorer(num_candidates, noise_scale, score, covariance, eps, granularity, group_size)
         require_nested_keys("DecoupledSampler", action_key=action_key)
         candidate_sampler = RandomSampler() if candidate_sampler is None else candidate_sampler
         for name, sampler in (("critic_sampler", critic_sampler), ("candidate_sampler", candidate_sampler)):
@@ -198,8 +188,6 @@ class DecoupledSampler(SamplerWrapper):
                 f"DecoupledSampler: the policy writes {list(out_keys)}; it must write {self._action_key!r}, or 'loc' "
                 "and 'scale'."
             )
-        if self._scorer.score == "logprob" and self._scorer.has_correlated_noise and not is_stochastic:
-            raise ValueError("DecoupledSampler(score='logprob'): noise_scale must be one number or [A].")
         require_continuous_actions(policy, self._action_key, "DecoupledSampler")
         hint = (
             " For another distribution, name its parameters other than 'loc' and 'scale', and set noise_scale to the "
@@ -227,9 +215,7 @@ class DecoupledSampler(SamplerWrapper):
                 "process has a copy, whose policy is never updated."
             )
         batch_size = rb.batch_size if batch_size is None else batch_size
-        if batch_size is None:
-            raise ValueError("DecoupledSampler.actor_buffer: the buffer has no batch_size; pass batch_size=.")
-        require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
+        batch_size = require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
         self._scorer.require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
         is_pinned = tables is not None and tables.retention == "pinned"
@@ -250,15 +236,13 @@ class DecoupledSampler(SamplerWrapper):
         self._chosen = self._chosen.to(device)
         self._scorer.to(device)
 
-    def candidates(
-        self, storage: Storage, batch_size: int, transform: Callable[[TensorDictBase], TensorDictBase] | None = None
-    ) -> tuple[Any, Tensor, Tensor]:
+    def candidates(self, storage: Storage, batch_size: int, transform: Compose) -> tuple[Any, Tensor, Tensor]:
         """Draw K candidates and choose the rows of an actor batch.
 
         Args:
             storage: the storage of the buffer.
             batch_size: B.
-            transform: applied to the candidates before the policy reads them. Default: None.
+            transform: applied to the candidates before the policy reads them.
 
         Returns:
             The index of the chosen rows, [B] or a tuple of [B]; their scores, [B]; and the scores of each row's
@@ -295,7 +279,7 @@ class DecoupledSampler(SamplerWrapper):
         return index
 
     @torch.no_grad()
-    def _actions(self, storage: Any, index: Any, transform: Any) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    def _actions(self, storage: Any, index: Any, transform: Compose) -> tuple[Tensor, Tensor, Tensor | None, bool]:
         """The actions of the candidates and of the policy, see :meth:`CandidateScorer.choose`."""
         policy = self.policy
         rows = self._rows(storage, index, transform)
@@ -310,40 +294,22 @@ class DecoupledSampler(SamplerWrapper):
         scale = result.get("scale") if self._stochastic else None
         return rows.get(self._action_key), mean, scale, self._squashed
 
-    def _rows(self, storage: Any, index: Any, transform: Any) -> TensorDictBase:
+    def _rows(self, storage: Any, index: Any, transform: Compose) -> TensorDictBase:
         """The policy's input entries and the actions of the candidates."""
-        data = stored_data(storage)
-        if not is_tensor_collection(data):
-            raise TypeError(
-                "DecoupledSampler: the buffer must hold TensorDicts in a tensor storage, for example LazyTensorStorage."
-            )
-        if data.ndim > storage.ndim:
-            raise ValueError(
-                f"DecoupledSampler: the storage holds entries of shape {tuple(data.shape[storage.ndim :])} in each "
-                "slot, not single transitions."
-            )
-        keys = [*self.policy.in_keys, self._action_key]
-        if transform is not None and len(transform) > 0:
-            # read whole rows, because a transform may read and write any entry
-            rows = transform(storage.get(index))
-            self._require_entries(rows, keys)
+        data, keys = stored_tensordict("DecoupledSampler", storage), [*self.policy.in_keys, self._action_key]
+        # whole rows, because a transform may read and write any entry
+        rows = transform(storage.get(index)) if len(transform) else data
+        missing = [key for key in keys if rows.get(key, None) is None and not is_stacked(storage, key)]
+        if missing:
+            raise KeyError(f"DecoupledSampler: the stored data has no entries {missing}, which the policy reads.")
+        if len(transform):
             return rows
-        self._require_entries(data, [key for key in keys if not is_stacked(storage, key)])
         if isinstance(storage, CompilableTensorStorage) and isinstance(index, Tensor):
             return storage.take(index, keys)
         return data.select(*keys)[index]
 
-    def _require_entries(self, rows: TensorDictBase, keys: list[NestedKey]) -> None:
-        missing = [key for key in keys if rows.get(key, None) is None]
-        if missing:
-            raise KeyError(f"DecoupledSampler: the stored data has no entries {missing}, which the policy reads.")
-
     def _samplers(self) -> list[Sampler]:
         return [self.critic_sampler] if self._draws_both else [self.critic_sampler, self.candidate_sampler]
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
-        """Draw the critic's batch."""
-        return self.critic_sampler.sample(storage, batch_size)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
@@ -378,24 +344,26 @@ class DecoupledSampler(SamplerWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that draws of both samplers depend on."""
-        state = self.critic_sampler.state_dict()
-        return state if self._draws_both else {**state, _CANDIDATES: self.candidate_sampler.state_dict()}
+        return {**self.critic_sampler.state_dict(), **self._candidates_state()}
+
+    def _candidates_state(self) -> dict[str, Any]:
+        """The state of a sampler that draws only candidates; empty if there is none."""
+        state = {} if self._draws_both else self.candidate_sampler.state_dict()
+        return {_CANDIDATES: state} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
-        if self._draws_both:
-            self.critic_sampler.load_state_dict(state_dict)
-            return
-        given, others = state_dict.get(_CANDIDATES, {}), {**state_dict}
-        others.pop(_CANDIDATES, None)
-        if bool(given) != bool(self.candidate_sampler.state_dict()):
+        others = {**state_dict}
+        given = others.pop(_CANDIDATES, None)
+        if bool(given) != bool(self._candidates_state()):
             raise ValueError(
                 f"DecoupledSampler.load_state_dict: the state has {'an' if given else 'no'} entry {_CANDIDATES!r}; "
                 "it was saved by another sampler, or one with another candidate_sampler."
             )
-        # nothing is changed if one of the two is refused
-        deepcopy(self.critic_sampler).load_state_dict(others)
-        self.candidate_sampler.load_state_dict(given)
+        if given:
+            # nothing is changed if one of the two is refused
+            deepcopy(self.critic_sampler).load_state_dict(others)
+            self.candidate_sampler.load_state_dict(given)
         self.critic_sampler.load_state_dict(others)
 
     def dumps(self, path: str | Path) -> None:

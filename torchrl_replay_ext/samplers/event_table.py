@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from tensordict import NestedKey
@@ -24,16 +24,14 @@ from torchrl_replay_ext.samplers.proportional import ProportionalSampler
 from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler, make_reliability
 from torchrl_replay_ext.samplers.table_shares import TableShares
-from torchrl_replay_ext.samplers.within_table import ByMass, ByMembership, ByRank, ByReliability
-
-Kind = Literal["proportional", "rank", "reaper"]
+from torchrl_replay_ext.samplers.within_table import ByMembership, ByRank, ByReliability
 
 _CORRECTIONS = (None, *get_args(Correction))
 _PER = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
 _EPISODES = ("num_streams", "truncated", "done_key", "terminated_key", "traj_key", "init_key", "on_load")
-# For each kind of priority=: the distribution inside a table, and the sampler whose arguments and defaults it has.
-_KINDS: dict[str, tuple[type[ByMass], type[DistributionSampler], tuple[str, ...]]] = {
-    "proportional": (ByMass, ProportionalSampler, _PER),
+# For each kind of priority=: the distribution, and the sampler whose arguments and defaults it has.
+_KINDS: dict[str, tuple[type[EventTableMixture], type[DistributionSampler], tuple[str, ...]]] = {
+    "proportional": (EventTableMixture, ProportionalSampler, _PER),
     "rank": (ByRank, RankBasedSampler, ("alpha", "beta", "td_error")),
     "reaper": (ByReliability, ReaPERSampler, (*_PER, "omega", *_EPISODES)),
 }
@@ -166,34 +164,31 @@ class EventTableSampler(DistributionSampler):
                 "('observation', 'action') for example."
             )
         settings = _settings(priority)
-        kind: Kind | None = settings.pop("kind", None)
+        kind: str | None = settings.pop("kind", None)
         _require_compatible(correction, kind, tables, priority)
         exponents = {name: settings.pop(name) for name in ("alpha", "beta", "omega") if name in settings}
         if correction is not None:
             exponents["beta"] = beta
         hyperparameters = make_exponents("EventTableSampler", **exponents)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
-        self._tables, self._correction = tables, correction
-        within: dict[str, Any] = {}
-        if correction == "priority":
-            within = {"shares": self._shares}
-        elif kind is not None:
-            within = {"alpha": hyperparameters["alpha"]}
+        # the tables that the sampler draws from
+        self.tables, self._correction = tables, correction
+        distribution = EventTableMixture if kind is None else _KINDS[kind][0]
+        further: dict[str, Any] = {}
         if kind == "reaper":
             given: dict[str, Any] = {name: settings.pop(name) for name in _EPISODES}
-            within["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
-        make_within = ByMembership if correction == "priority" else ByMass if kind is None else _KINDS[kind][0]
+            further["make_reliability"] = make_reliability("EventTableSampler", hyperparameters["omega"], **given)
         make = partial(
-            EventTableMixture,
+            ByMembership if correction == "priority" else distribution,
             tables=tables,
             shares=self._shares,
             min_sizes=_min_sizes(min_size, tables),
             allocation=allocation,
             correction=correction,
             pair_keys=tuple(pair_keys),
-            make_within=partial(make_within, **within),
+            alpha=hyperparameters.get("alpha"),
             beta=hyperparameters.get("beta"),
-            takes_priorities=kind is not None,
+            **further,
         )
         super().__init__(
             None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, validate=validate, **settings
@@ -207,22 +202,17 @@ class EventTableSampler(DistributionSampler):
                 "EventTableSampler: the buffer's writer does not fill event tables; pass "
                 "writer=EventTableWriter(tables)."
             )
-        if tables is not self._tables:
-            if tables.description() != self._tables.description():
+        if tables is not self.tables:
+            if tables.description() != self.tables.description():
                 raise ValueError(
                     "EventTableSampler: the buffer's writer has other tables; pass the same EventTables to both, or "
                     "tables with the same arguments."
                 )
-            self._tables = tables
+            self.tables = tables
             make: Any = self.make
             self.make = partial(make, tables=tables)
             return True
         return not self.layout.known
-
-    @property
-    def tables(self) -> EventTables:
-        """The tables that the sampler draws from."""
-        return self._tables
 
     @property
     def eta(self) -> dict[str, float]:
@@ -248,7 +238,7 @@ class EventTableSampler(DistributionSampler):
 
 
 def _require_compatible(
-    correction: Correction | None, kind: Kind | None, tables: EventTables, priority: Mapping[str, Any] | None
+    correction: Correction | None, kind: str | None, tables: EventTables, priority: Mapping[str, Any] | None
 ) -> None:
     """ValueError if the tables, their priorities and the correction cannot be combined."""
     if correction in ("conditional", "lemma2", "priority"):
@@ -305,15 +295,11 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
     """The value of d for each table; -1 stands for the batch size."""
-    given: dict[str, Any] = {}
-    if isinstance(min_size, Mapping):
-        given = dict(min_size)
-    elif min_size is not None:
-        given = {name: min_size for name in tables.names if name != DEFAULT}
-    unknown = set(given) - set(tables.names)
-    if unknown:
+    given: Any = {} if min_size is None else min_size
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(tables.names[1:], min_size)
+    if unknown := set(given) - set(tables.names):
         raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
     for name, value in given.items():
-        shown = f"min_size[{name!r}]" if isinstance(min_size, Mapping) else "min_size"
-        require_integer("EventTableSampler", shown, value)
+        require_integer("EventTableSampler", f"min_size[{name!r}]", value)
     return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -20,16 +19,17 @@ from torchrl_replay_ext.compilation import (
     uniform,
     where_int64,
 )
-from torchrl_replay_ext.core.event_tables import CHANGES, UNSENT, EventTables, TableView, class_of
+from torchrl_replay_ext.core.event_tables import EventTables, TableView, class_of
 from torchrl_replay_ext.core.pair_counts import PairCounts
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
-from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_set_masses
+from torchrl_replay_ext.kernels.events_layout import CHANGES, UNSENT
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_mixture, events_set_masses
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
-from torchrl_replay_ext.samplers.table_shares import TableShares, among
-from torchrl_replay_ext.samplers.within_table import ByMass
+from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
+from torchrl_replay_ext.samplers.table_shares import TableShares
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 
@@ -42,12 +42,10 @@ _CLASSES = (
 
 
 class EventTableMixture(Distribution):
-    """p(i) = Σ_k η_k q_k(i), with q_k uniform over table k or by priority.
+    """p(i) = Σ_k η_k q_k(i), with q_k(i) ∝ d_i^α, or uniform over table k without ``alpha``.
 
     See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table; the
-    entries of a table are consecutive leaves. With ``correction="priority"`` (SSET, Sec. 4), rows are drawn from the
-    default table alone, where the masses of transitions inside and outside of the union of the event tables have the
-    ratio (1 + η) / (1 − η), for η = Σ_{k>0} η_k.
+    entries of a table are consecutive leaves. Subclasses have other q_k.
 
     Args:
         log, priorities: the state of the slots.
@@ -57,13 +55,17 @@ class EventTableMixture(Distribution):
         allocation: how rows are divided among tables.
         correction: type of the importance-sampling weights.
         pair_keys: entries with the state and the action, for corrections that count pairs of them.
-        make_within: creates the distribution within a table, see :class:`ByMass` for the arguments.
+        alpha: exponent of d; None: draws do not depend on TD errors.
         beta: exponent of weights; None: all weights are 1.
-        takes_priorities: True if draws depend on TD errors.
     """
 
     writes_in_graphs = False
     settings = ("eta",)
+    why_not_joint = None
+    # True if entries are drawn in proportion to their masses, not by :meth:`_draw_entries`
+    draws_by_mass = True
+    # True if :meth:`_mark` and :meth:`_entries_changed` are called
+    reads_changes = False
 
     def __init__(
         self,
@@ -76,14 +78,13 @@ class EventTableMixture(Distribution):
         allocation: Allocation,
         correction: Correction | None,
         pair_keys: tuple[NestedKey, ...],
-        make_within: Callable[..., ByMass],
+        alpha: Hyperparameter | None,
         beta: Hyperparameter | None,
-        takes_priorities: bool,
     ):
-        self._log, self._priorities, self._tables = log, priorities, tables
+        self._log, self._priorities, self._tables, self._shares = log, priorities, tables, shares
         self._allocation: Allocation = allocation
-        self._beta, self._shares, self._correction, self._pair_keys = beta, shares, correction, pair_keys
-        self.takes_priorities = takes_priorities
+        self._correction, self._pair_keys, self._alpha, self._beta = correction, pair_keys, alpha, beta
+        self.takes_priorities = alpha is not None
         layout = log.layout
         self._size, self._device = layout.size, layout.device
         shares.to(self._device)
@@ -95,19 +96,14 @@ class EventTableMixture(Distribution):
             tables.allocate(layout.size, self._device)
         self._view = TableView(tables, self._device)
         self._tree = SumTree(len(self._view.slot_at), device=self._device)
+        # numbers and an exponent, whose power is the mass of each slot; no numbers if all masses are 0 or 1 unit
+        nothing = priorities.of_slot[:0].clone(), priorities.of_slot[:0].to(torch.float64)
+        self._power = nothing if alpha is None else (priorities.of_slot, alpha.tensor)
         # the counter of changes of the tables that this distribution has applied; -1: none
         self._seen = torch.full((1,), -1, dtype=torch.int64, device="cpu")
-        self._counts_pairs = correction in ("conditional", "lemma2")
-        self._pairs = PairCounts(layout.size, len(tables), device=self._device) if self._counts_pairs else None
-        # with correction="priority", all rows are drawn from the default table
-        self._only_default = correction == "priority"
-        eta = shares.current
-        if self._only_default:
-            eta = (torch.arange(len(tables), device=self._device) == 0).to(torch.float64)
-        self._eta, self._settings = eta, Views(eta, self._min_sizes, self._view.begins)
-        self._within = make_within(log, priorities, self._tree, self._view)
-        self.parts = self._within.parts
-        self.why_not_joint = self._within.why_not_joint
+        counts_pairs = correction in ("conditional", "lemma2")
+        self._pairs = PairCounts(layout.size, len(tables), device=self._device) if counts_pairs else None
+        self._set_eta(shares.current)
         if correction not in (None, "mixture"):
             self.why_not_joint = _PAIRS
         elif correction == "mixture" and tables.is_pinned:
@@ -117,43 +113,83 @@ class EventTableMixture(Distribution):
         # batch sizes for which the sizes of the tables were checked
         self._known_sizes: set[int] = set()
 
+    def _set_eta(self, eta: Tensor) -> None:
+        """Set η of each table, which is changed in place later."""
+        self._eta, self._settings = eta, Views(eta, self._min_sizes, self._view.begins)
+
     @property
     def max_supported_priority(self) -> float:
-        return self._within.max_supported_priority
+        return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
+
+    # --- what subclasses with another q_k define
+
+    def _mark(self, slots: Tensor, moved: Tensor | None) -> Tensor:
+        """Called before the masses of ``slots`` [n] are set; ``moved`` [m] have entered or left a table.
+
+        Returns the slots whose masses have to be set.
+        """
+        return slots
+
+    def _entries_changed(self, slots: Tensor, entries: Tensor | None, is_all: bool) -> None:
+        """Called after ``slots`` [n] were written or updated, and what is at the positions ``entries`` has changed.
+
+        ``is_all``: all entries have changed.
+        """
+
+    def _refresh(self) -> None:
+        """Bring what draws read up to date."""
+
+    def _draw_entries(
+        self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw an entry for each row, from its ``table`` [B]; only called if not :attr:`draws_by_mass`.
+
+        ``low`` and ``total``: the sums of the masses before each table and in it, int64 [tables].
+
+        Returns:
+            The positions, int64 [B]; numbers in proportion to q_k of each, [B]; their sums over each table, [tables].
+        """
+        raise NotImplementedError
+
+    def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
+        """The sum over the tables of ``per_mass`` [tables] times the number in proportion to q_k(i), [n]."""
+        probability = per_mass.new_empty(slots.shape[0])
+        events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
+        return probability
+
+    def _totals(self, total: Tensor) -> Tensor:
+        """The sums over each table of what :meth:`_mixture` adds up; the masses have the sums ``total``. O(N)."""
+        return total
 
     # --- masses
 
     def _follow(self, slots: Tensor) -> None:
         """Update the masses of what has changed in the tables, and of ``slots`` [n]; negative slots are skipped."""
-        tables, view, within, begin, end, changes = self._tables, self._view, self._within, 0, 0, None
-        is_new, moved = False, slots
+        tables, view, begin, end, changes, is_new = self._tables, self._view, 0, 0, None, False
         if self._is_bound and not is_traced():
             begin, end = int(self._seen), int(tables.counters[CHANGES])
             self._seen.fill_(end)
             if not tables.has_changes_since(begin):
-                is_new, begin, moved = True, end, torch.arange(self._size, device=self._device)
+                is_new, begin = True, end
                 # those that are being inserted are not stored yet
-                slots = torch.cat([self._stored(moved), slots])
+                slots = torch.cat([self._stored(torch.arange(self._size, device=self._device)), slots])
                 view.send()
                 self._tree.clear_()
-            elif begin != end and (view.is_copy or within.follows or within.depends_on_tables or self._pairs):
+            elif begin != end and (view.is_copy or self.reads_changes or self._pairs):
                 changes = view.changes(begin)
-                moved = torch.cat([changes[:, 1], slots])
-        if within.depends_on_tables:
-            slots = slots if changes is None else torch.cat([slots, self._stored(changes[:, 1])])
-            within.mark(slots)
+        if self.reads_changes:
+            slots = self._mark(slots, None if changes is None else changes[:, 1])
         slot_at, places, counts, journal = view.views()
         if view.is_copy:
             begin, end, journal = (0, 0, journal) if changes is None else (0, len(changes), changes)
         leaves, nodes, pages, _ = self._tree.arrays()
-        masses = *within.power, slots.contiguous()
+        masses = *self._power, slots.contiguous()
         events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
-        if is_new:
-            within.rebuild()
-        elif within.follows:
-            positions = where_int64(slots >= 0, view.positions(slots.clamp_min(0)), -1).reshape(-1)
-            within.move(positions if changes is None else torch.cat([changes[:, 0], positions]))
+        if self.reads_changes:
+            self._entries_changed(slots, None if changes is None else changes[:, 0], is_new)
         if self._pairs is not None and not is_traced():
+            moved = slots if changes is None else torch.cat([changes[:, 1], slots])
+            moved = torch.arange(self._size, device=self._device) if is_new else moved
             self._pairs.set_tables(moved, view.find(moved) >= 0)
 
     def _stored(self, slots: Tensor) -> Tensor:
@@ -185,14 +221,10 @@ class EventTableMixture(Distribution):
             self._pairs.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._within.update(slots, priority)
         self._follow(slots)
 
     def reweight(self, slots: Tensor | None) -> None:
-        self._within.reweight()
-        if not self._within.follows:
-            slots = torch.arange(self._size, device=self._device) if slots is None else slots
-            self._follow(self._stored(slots))
+        self._follow(self._stored(torch.arange(self._size, device=self._device) if slots is None else slots))
 
     # --- draws
 
@@ -201,7 +233,7 @@ class EventTableMixture(Distribution):
         for number, least in enumerate(self._least_counts):
             needed, name = self._batch_size if least < 0 else least, self._tables.names[number]
             capacity = self._tables[name].capacity
-            if number and capacity < needed and self._shares.current[number] > 0 and not self._only_default:
+            if number and capacity < needed and self._eta[number] > 0:
                 warnings.warn(
                     f"EventTableSampler: table {name!r} is never drawn from: it holds at most "
                     f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "
@@ -215,8 +247,7 @@ class EventTableMixture(Distribution):
             if batch_size not in self._known_sizes:
                 self._known_sizes.add(batch_size)
                 self._warn_of_small_tables()
-        within = self._within
-        within.refresh()
+        self._refresh()
         leaves, nodes, pages, _ = self._tree.arrays()
         self._tree.raise_if_empty(nodes)
         # 1 / w corrects for the priorities inside the tables only, or it is in proportion to the probability
@@ -229,19 +260,19 @@ class EventTableMixture(Distribution):
         probability = empty(leaves, batch_size, torch.float32)
         events_draw(
             random_seed(self._device, generator),
-            *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, not len(within.power[0])),
+            *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, not len(self._power[0])),
             *(counts, begins, slot_at, places, is_mixed, table, eta, low, total, slots, density, probability),
         )
-        if not within.draws_by_mass:
+        if not self.draws_by_mass:
             table, eta, low, total = map(as_tensor, (table, eta, low, total))
-            position, mass, total = within.draw(table, low, total, generator)
+            position, mass, total = self._draw_entries(table, low, total, generator)
             slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64).clamp_min(0)
             total = torch.where(total > 0, total, 1.0)
-            density = within.mixture(slots, eta / total)
+            density = self._mixture(slots, eta / total)
             probability = density.to(torch.float32)
             if not is_mixed:
                 density = gather_in_bounds(self._view.counts / total, table) * mass
-        if self._counts_pairs or (is_mixed and self._tables.is_pinned):
+        if self._pairs is not None or (is_mixed and self._tables.is_pinned):
             density = self._corrected(*map(as_tensor, (slots, density, eta)))
         self.count_batch()
         extras = {"table": as_tensor(table), "sample_probability": as_tensor(probability)}
@@ -282,11 +313,11 @@ class EventTableMixture(Distribution):
     def density(self, slots: Tensor) -> Tensor:
         if not slots.numel():
             return torch.zeros(0, dtype=torch.float64, device=self._device)
-        self._within.refresh()
+        self._refresh()
         mass = self._tree.prefix(self._view.begins).diff()
         eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
-        total = self._within.totals(mass)
-        return self._within.mixture(slots, eta / torch.where(total > 0, total, 1.0))
+        total = self._totals(mass)
+        return self._mixture(slots, eta / torch.where(total > 0, total, 1.0))
 
     def stored_slots(self) -> Tensor:
         everything = torch.arange(self._size, device=self._device)
@@ -296,7 +327,10 @@ class EventTableMixture(Distribution):
     def _used(self, counts: Tensor, mass: Tensor, batch_size: int, eta: Tensor) -> Tensor:
         """η of the tables that are used for a batch, with sum 1; see :func:`torchrl_replay_ext.kernels.events.draw`."""
         needed = torch.where(self._min_sizes < 0, batch_size, self._min_sizes)
-        return among(eta, (counts >= needed) & (mass > 0))
+        eta = eta * ((counts >= needed) & (mass > 0))
+        # if no table is used, rows come from the default table
+        eta = torch.where(eta.sum() > 0, eta, torch.eye(len(eta), dtype=eta.dtype, device=eta.device)[0])
+        return eta / eta.sum()
 
     # --- joint draws: a table of the whole buffer is the union of the tables of the same name of all shards
 
@@ -325,7 +359,7 @@ class EventTableMixture(Distribution):
         slots = self._view.slot_at[position].to(torch.int64)
         # q_k(i) = probability · mass / total in the whole buffer
         scale = wanted.probability / totals.clamp_min(1)
-        probability = self._within.mixture(slots, wanted.eta * scale)
+        probability = self._mixture(slots, wanted.eta * scale)
         extras = {"table": table, "sample_probability": probability.float()}
         if self._correction == "mixture":
             return Draw(slots, probability, extras=extras)
@@ -338,13 +372,12 @@ class EventTableMixture(Distribution):
     def clear(self) -> None:
         self._seen.fill_(-1)
         self._tree.clear_()
-        self._within.clear()
         if self._pairs is not None:
             self._pairs.clear_()
 
     def tensors(self) -> dict[str, Tensor]:
         pairs = {} if self._pairs is None else self._pairs.tensors()
-        return {"eta": self._shares.state} | self._within.tensors() | pairs
+        return {"eta": self._shares.state} | pairs
 
     def rebuild(self) -> None:
         # the masses follow from the tables and the priorities, and the tables may be loaded later
@@ -358,14 +391,13 @@ class EventTableMixture(Distribution):
         self._tree.check_valid()
         self._tables.check_valid()
         self._shares.check_valid()
-        self._within.check_valid()
         positions = self._view.positions(self._log.stored_slots())
         held, drawn = positions[positions >= 0], (self._tree.leaves > 0).nonzero().squeeze(1)
-        is_complete = not (self.takes_priorities or self._only_default) and self._is_bound
+        is_complete = not len(self._power[0]) and self._is_bound
         if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
             raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
 
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current
         stats = {f"size_{name}": size for name, size in zip(names, self._view.counts, strict=True)}
-        return stats | self._within.stats(eta) | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}
+        return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

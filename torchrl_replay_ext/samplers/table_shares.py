@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,6 @@ from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
 
 _OWNER = "EventTableSampler"
-
-
-def among(eta: Tensor, usable: Tensor) -> Tensor:
-    """η of the tables that are ``usable`` [tables], with sum 1; if none is, rows come from the default table."""
-    eta = eta * usable
-    share = eta.sum()
-    only = (torch.arange(len(eta), device=eta.device) == 0) * (share == 0)
-    return (eta + only) / (share + (share == 0))
 
 
 class TableShares:
@@ -56,18 +49,13 @@ class TableShares:
             if not isinstance(value, Anneal) and not is_number(value):
                 raise TypeError(f"{_OWNER}(eta={{{name!r}: {value!r}}}): every eta must be a number or Anneal.")
         schedules = [v if isinstance(v, Anneal) else Anneal(v, v, 1) for v in (eta[name] for name in names)]
-        rows: list[list[float]] = []
-        for which in ("start", "end"):
-            limited = [within_limits(getattr(schedule, which), 1.0) for schedule in schedules]
-            values = [value for value in limited if value is not None]
-            if len(values) < len(limited):
-                raise ValueError(f"{_OWNER}(eta={dict(eta)}): every eta must be in [0, 1].")
+        start: list[Any] = [within_limits(schedule.start, 1.0) for schedule in schedules]
+        end: list[Any] = [within_limits(schedule.end, 1.0) for schedule in schedules]
+        if None in start + end:
+            raise ValueError(f"{_OWNER}(eta={dict(eta)}): every eta must be in [0, 1].")
+        for values, when in ((start, ""), (end, " at the end of their schedules")):
             if abs(sum(values) - 1) > ROUNDING:
-                raise ValueError(
-                    f"{_OWNER}(eta={dict(eta)}): the values must sum to 1, not {sum(values):.7g}"
-                    f"{' at the end of their schedules' if which == 'end' else ''}."
-                )
-            rows.append(values)
+                raise ValueError(f"{_OWNER}(eta={dict(eta)}): the values must sum to 1, not {sum(values):.7g}{when}.")
         durations = {s.num_updates for s in schedules if s.start != s.end}
         if durations and not self._may_anneal:
             raise ValueError(f"{_OWNER}(correction='priority'): eta cannot be annealed; assign it instead.")
@@ -75,9 +63,7 @@ class TableShares:
             raise ValueError(
                 f"{_OWNER}(eta={dict(eta)}): all schedules must have the same num_updates, so that the sum stays 1."
             )
-        start, end = rows
-        steps = [0.0] * len(names)
-        steps[-1] = float(max(durations, default=1))
+        steps = [*[0.0] * (len(names) - 1), max(durations, default=1)]
         self.state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64))
         self.rebuild()
 

@@ -22,145 +22,16 @@ from torchrl_replay_ext.arguments import (
     require_nested_keys,
 )
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
-from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.slices import SliceIndex
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
+from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
-BEHAVIOUR = (
-    "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
-    "ProbabilisticActor writes the parameters of its distribution ('logits', or 'loc' and 'scale'), and with "
-    "return_log_prob=True the log-probability. Pass the names of these entries as behaviour_keys=."
-)
-
-
-class SliceStarts(Distribution):
-    """Draws the starts of slices uniformly, and keeps the successor of each transition.
-
-    Args:
-        log: the generations of the slots.
-        priorities: not used.
-        slice_len: steps per slice.
-        num_streams: number of environments whose transitions are interleaved in flat storage.
-        reader: reads the ends of episodes.
-        behaviour_keys: entries that rows must have.
-        pad: if True, slices may be shorter than ``slice_len``.
-        on_load: what becomes of unfinished episodes when a state is loaded.
-    """
-
-    needs_order, why_not_joint = True, None
-    takes_priorities = False
-    # True after a draw that found a transition where a slice may begin
-    _had_starts = False
-
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities | None = None,
-        *,
-        slice_len: int,
-        num_streams: int,
-        reader: EpisodeReader,
-        behaviour_keys: Sequence[NestedKey],
-        pad: bool,
-        on_load: OnLoad,
-    ):
-        self._on_load: OnLoad = on_load
-        self._log, self._slice_len = log, slice_len
-        self._reader, self._behaviour_keys = reader, behaviour_keys
-        steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        layout = log.layout
-        self.slices = SliceIndex(
-            steps,
-            num_lanes,
-            length=slice_len,
-            padded=pad,
-            assigned=assigned,
-            device=layout.device,
-            validate=layout.validate,
-        )
-        self._tree = self.slices.starts
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        for key in self._behaviour_keys:
-            rows.require(key, BEHAVIOUR)
-        marks = self._reader.read(rows, needs_ids=self.slices.lanes.assigned)
-        if not rows.is_rewrite:
-            self.slices.write(slots, marks)
-
-    def remove(self, slots: Tensor) -> None:
-        self.slices.remove(slots)
-
-    def before_full_overwrite(self) -> None:
-        self.slices.before_full_overwrite()
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
-            raise_if(
-                lambda: self._tree.total() == 0,
-                lambda: RuntimeError(
-                    f"TrajectoryRetraceSampler(slice_len={self._slice_len}, pad=False): no stored episode has "
-                    f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
-                    "pad=True."
-                ),
-                # on an accelerator only until there is a start for the first time
-                skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
-            )
-            self._had_starts = True
-        return Draw(self._tree.sample(batch_size, generator=generator)[0])
-
-    def sums(self) -> Sums:
-        return Sums(self._tree.total().double().reshape(1), None)
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        if not self._tree.total():
-            return Draw(torch.zeros(0, dtype=torch.int64))
-        return Draw(self._tree.draw(wanted.u)[0])
-
-    def density(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots).double()
-
-    def clear(self) -> None:
-        self.slices.clear_()
-        self._had_starts = False
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"slices_{name}": tensor for name, tensor in self.slices.tensors().items()}
-
-    def rebuild(self) -> None:
-        self.slices.rebuild_(self._stored())
-        if self._on_load == "truncate":
-            self.slices.lanes.end_all()
-
-    def check_valid(self) -> None:
-        stored = self._stored()
-        self.slices.check_valid(stored)
-        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
-        end = (step + 1) * layout.slots_per_step
-        # the rows of a write that was refused later are not stored
-        if step >= 0 and bool(stored[time % layout.num_slots]) and (end - time - 1) % layout.num_slots:
-            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
-
-    def _stored(self) -> Tensor:
-        return self._log.generation[: self._log.layout.num_slots] > 0
-
-    def stats(self) -> dict[str, Tensor]:
-        """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
-        return {
-            "num_items": self._stored().sum(),
-            "num_starts": self._tree.leaves.sum(),
-            "interrupted": self.slices.lanes.interrupted.sum(),
-        }
-
-
 MASK_KEY = ("collector", "mask")
-_OWNER = "TrajectoryRetraceSampler"
 _NO_SEQUENCES = (
-    f"{_OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
+    f"{OWNER}: the buffer has sample_unit=Sequence(...), but this sampler draws sequences itself. Leave sample_unit "
     "out, or use ProportionalSampler, RankBasedSampler or ReaPERSampler with it."
 )
 
@@ -168,11 +39,8 @@ _NO_SEQUENCES = (
 class _UniformStarts(DistributionSampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
-    owner = _OWNER
-    expects_td_errors = False
-
-    def __init__(self, capacity: int | None, make: partial[SliceStarts], validate: bool):
-        super().__init__(capacity, make, hyperparameters={}, validate=validate)
+    owner = OWNER
+    expects_td_errors = takes_stamps = False
 
 
 @PrioritizedSampler.register
@@ -257,9 +125,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     """
 
     # with uniform anchors, updates do nothing
-    update_priority = delegated("_sampler", "update_priority", read_only=True)
+    update_priority = delegated("starts_sampler", "update_priority", read_only=True)
     # for joint draws
-    sums = delegated("_sampler", "sums", read_only=True)
+    sums = delegated("starts_sampler", "sums", read_only=True)
 
     def __init__(
         self,
@@ -277,93 +145,77 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         validate: bool = False,
     ):
         for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
-            require_integer(_OWNER, name, value)
-        require_bool(_OWNER, "pad", pad)
-        require_choice(_OWNER, "on_load", on_load, get_args(OnLoad))
-        require_bool(_OWNER, "validate", validate)
-        require_nested_keys(_OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+            require_integer(OWNER, name, value)
+        require_bool(OWNER, "pad", pad)
+        require_choice(OWNER, "on_load", on_load, get_args(OnLoad))
+        require_nested_keys(OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
-            raise TypeError(f"{_OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
+            raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
-            require_nested_keys(_OWNER, behaviour_keys=name)
+            require_nested_keys(OWNER, behaviour_keys=name)
         path = key_path(done_key)
         if path[-1] == "terminated":
             raise ValueError(
-                f"{_OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
+                f"{OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
                 "one; use ('next', 'done')."
             )
         if anchors != "uniform":
             if not isinstance(anchors, DistributionSampler):
                 raise ValueError(
-                    f"{_OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
-                    f"package. To combine with a DecoupledSampler, pass the {_OWNER} to it as critic_sampler."
+                    f"{OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
+                    f"package. To combine with a DecoupledSampler, pass the {OWNER} to it as critic_sampler."
                 )
             if anchors.state.observers:
                 raise ValueError(
-                    f"{_OWNER}: this anchors= already belongs to another {_OWNER}; create a sampler for each of them."
+                    f"{OWNER}: this anchors= already belongs to another {OWNER}; create a sampler for each of them."
                 )
-            tables: Any = getattr(anchors, "tables", None)
-            if tables is not None and tables.retention == "pinned":
+            if not anchors.distribution.slots_in_ring_order:
                 raise ValueError(
-                    f"{_OWNER}: with event tables of retention='pinned' slots are not in time order; use "
+                    f"{OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
                 )
+            if validate:
+                raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             if not pad:
                 raise ValueError(
-                    f"{_OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
+                    f"{OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
                     "use pad=True, or anchors='uniform'."
                 )
-        self._slice_len, self._pad = slice_len, pad
+        # steps per slice
+        self.slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")
-        self._behaviour_keys = names
         make = partial(
             SliceStarts,
             slice_len=slice_len,
             num_streams=num_streams,
             reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
-            behaviour_keys=self._behaviour_keys,
+            behaviour_keys=names,
             pad=pad,
             on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
-            self._sampler: DistributionSampler = _UniformStarts(capacity, make, validate)
+            anchors = _UniformStarts(capacity, make, hyperparameters={}, validate=validate)
         else:
-            if validate:
-                raise ValueError(f"{_OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             anchors.observe(make)
-            self._sampler = anchors
+        # draws the starts
+        self.starts_sampler: DistributionSampler = anchors
 
     @property
     def anchors(self) -> Literal["uniform"] | DistributionSampler:
         """The sampler that draws the starts, or ``"uniform"``."""
-        return self._sampler if self._is_prioritized else "uniform"
-
-    @property
-    def slice_len(self) -> int:
-        """Steps per slice."""
-        return self._slice_len
-
-    @property
-    def starts_sampler(self) -> DistributionSampler:
-        """The sampler that draws the starts."""
-        return self._sampler
+        return self.starts_sampler if self._is_prioritized else "uniform"
 
     @property
     def _inner(self) -> DistributionSampler:
-        return self._sampler
+        return self.starts_sampler
 
     @property
     def _starts(self) -> SliceStarts:
-        starts = self._sampler.state.observers[-1] if self._is_prioritized else self._sampler.distribution
+        starts = self.starts_sampler.state.observers[-1] if self._is_prioritized else self.starts_sampler.distribution
         assert isinstance(starts, SliceStarts)
         return starts
-
-    @property
-    def takes_stamps(self) -> bool:
-        """True if samples carry the generation of each row."""
-        return self._is_prioritized
 
     # --- drawing
 
@@ -374,29 +226,28 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         Returns:
             The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with the further entries.
         """
-        if batch_size < 1 or batch_size % self._slice_len:
+        if batch_size < 1 or batch_size % self.slice_len:
             raise ValueError(
-                f"{_OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
-                f"multiple of slice_len={self._slice_len}."
+                f"{OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
+                f"multiple of slice_len={self.slice_len}."
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        return self._slices(storage, *self._sampler.draw(storage, batch_size // self._slice_len))
+        return self._slices(storage, *self.starts_sampler.draw(storage, batch_size // self.slice_len))
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
         """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
-        return self._slices(storage, *self._sampler.draw_in_shard(storage, wanted))
+        return self._slices(storage, *self.starts_sampler.draw_in_shard(storage, wanted))
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         # the mask is all False if the buffer is empty, in a graph
-        slots, mask = self._starts.slices.walk(start)
-        mark = torch.cat([~mask[:, 1:], torch.ones_like(mask[:, :1])], 1)
-        return self._rows(storage, slots, mask, mark, drawn)
+        slots, mask = self._starts.walk(start)
+        return self._rows(storage, slots, mask, mask[:, 1:], drawn)
 
     def _rows(
-        self, storage: Any, slots: Tensor, mask: Tensor, mark: Tensor, drawn: dict[str, Tensor] | None
+        self, storage: Any, slots: Tensor, mask: Tensor, goes_on: Tensor, drawn: dict[str, Tensor] | None
     ) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the rows ``slots`` [n, slice_len].
 
@@ -404,14 +255,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             storage: the storage.
             slots: int64 [n, slice_len].
             mask: True for real rows, bool [n, slice_len].
-            mark: True for rows that end a trace, bool [n, slice_len].
+            goes_on: True where the next row continues the trace, bool [n, slice_len - 1].
             drawn: further columns of the starts, [n] each; None for the newest slices, which are not drawn.
         """
-        slots, mask, mark = slots.reshape(-1), mask.reshape(-1), mark.reshape(-1)
-        data = stored_tensordict(_OWNER, storage)
-        for key in self._behaviour_keys:
-            if data.get(key, None) is None:
-                raise KeyError(f"{_OWNER}: the stored data has no entry {key!r}, {BEHAVIOUR}")
+        ends = torch.cat([~goes_on, torch.ones_like(mask[:, :1])], 1)
+        slots, mask, ends = slots.reshape(-1), mask.reshape(-1), ends.reshape(-1)
+        data = stored_tensordict(OWNER, storage)
 
         def flag(key: NestedKey) -> Tensor | None:
             column = data.get(key, None)
@@ -422,19 +271,19 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
         done = flag(self._done_key)
         assert done is not None
-        mark = mark.view(-1, *(1,) * (done.ndim - 1))
-        cut, truncated = mark & ~done, flag(self._truncated_key)
+        ends = ends.view(-1, *(1,) * (done.ndim - 1))
+        cut, truncated = ends & ~done, flag(self._truncated_key)
         if truncated is None and (terminated := flag((*self._done_key[:-1], "terminated"))) is not None:
             truncated = done & ~terminated.reshape(done.shape)
         info = {
-            **{key: value.repeat_interleave(self._slice_len, 0) for key, value in (drawn or {}).items()},
+            **{key: value.repeat_interleave(self.slice_len, 0) for key, value in (drawn or {}).items()},
             MASK_KEY: mask,
-            self._done_key: done | mark,
+            self._done_key: done | ends,
             self._truncated_key: cut if truncated is None else cut | truncated,
         }
         if self._is_prioritized:
-            state = self._sampler.state
-            if self._sampler.layout.for_graphs:
+            state = self.starts_sampler.state
+            if self.starts_sampler.layout.for_graphs:
                 # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
             elif not is_traced():
@@ -442,7 +291,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             # an update with the batch of newest() is not expected
             if drawn is not None and not is_traced():
                 state.log.count_draw(torch.where(mask, slots, -1))
-        return unravel(slots, self._sampler.layout.shape), info
+        return unravel(slots, self.starts_sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
         """The newest ``slice_len`` steps of each stream: the on-policy batch of Algorithm 1.
@@ -464,23 +313,18 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         raise_if(lambda: _torchrl.draws_sequences(self, rb.storage), lambda: ValueError(_NO_SEQUENCES))
         raise_if(
             lambda: getattr(rb.sampler, "critic_sampler", rb.sampler) is not self,
-            lambda: ValueError(f"{_OWNER}.newest: rb must be the buffer that has this sampler."),
+            lambda: ValueError(f"{OWNER}.newest: rb must be the buffer that has this sampler."),
         )
-        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{_OWNER}: cannot sample from an empty storage."))
-        self._sampler.synchronize(rb.storage)
+        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{OWNER}: cannot sample from an empty storage."))
+        self.starts_sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
-        return view.sample(self._starts.slices.lanes.num_lanes * self._slice_len)
+        return view.sample(self._starts.lanes.num_lanes * self.slice_len)
 
     @torch.no_grad()
     def newest_rows(self, storage: Storage) -> tuple[Tensor | tuple[Tensor, ...], dict]:
         """Index and info of the batch of :meth:`newest`."""
-        slices = self._starts.slices
-        slots, count = slices.newest()
-        place = torch.arange(self._slice_len, device=slots.device)
-        mask = place < count.unsqueeze(1)
-        going_on = slices.is_followed(slots) & mask[:, 1:]
-        mark = torch.cat([~going_on, torch.ones_like(mask[:, :1])], 1)
-        index, info = self._rows(storage, slots, mask, mark, None)
+        slots, mask = self._starts.newest()
+        index, info = self._rows(storage, slots, mask, self._starts.is_followed(slots) & mask[:, 1:], None)
         if self._is_prioritized:
             info["priority_weight"] = torch.ones(slots.numel(), device=slots.device)
         return index, info
@@ -494,14 +338,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         trajectories that another one interrupted before their end, unless its first row is marked. And the statistics
         of the anchors' sampler.
         """
-        with self._sampler.exclusive():
+        with self.starts_sampler.exclusive():
             ours = {key: value.to(torch.float32) for key, value in self._starts.stats().items()}
-        ours = TensorDict(ours, device=self._sampler.layout.device)
-        return self._sampler.stats().update(ours) if self._is_prioritized else ours
+        ours = TensorDict(ours, device=self.starts_sampler.layout.device)
+        return self.starts_sampler.stats().update(ours) if self._is_prioritized else ours
 
     def __repr__(self) -> str:
         return (
-            f"{_OWNER}(capacity={self._sampler.capacity}, slice_len={self._slice_len}, pad={self._pad}, "
+            f"{OWNER}(capacity={self.starts_sampler.capacity}, slice_len={self.slice_len}, pad={self._pad}, "
             f"anchors={self.anchors!r})"
         )
 
@@ -510,7 +354,7 @@ class _Newest(RandomSampler):
     """Replaces the sampler of a buffer; samples are the newest slices."""
 
     def __init__(self, sampler: TrajectoryRetraceSampler):
-        self._sampler = sampler
+        self._slices = sampler
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
-        return self._sampler.newest_rows(storage)
+        return self._slices.newest_rows(storage)

@@ -46,18 +46,16 @@ def _compare(
         return
     if isinstance(stored, LazyStackedTensorDict):
         # agents with different shapes, for example
-        parts, dim = stored.tensordicts, ndim + stored.stack_dim - stored_ndim
-        rows: Any = [None] * len(parts)
-        if data is not None:
-            rows = data.unbind(dim) if data.ndim > dim else ()
-        if data is not None and len(rows) != len(parts):
+        agents, dim = stored.tensordicts, ndim + stored.stack_dim - stored_ndim
+        rows: Any = [None] * len(agents) if data is None else data.unbind(dim) if data.ndim > dim else ()
+        if data is not None and len(rows) != len(agents):
             found = tuple(data.shape)
             raise ValueError(
                 f"{name}: the entry {_key(path)!r} has batch shape {found}; the storage needs "
                 f"{(*found[:ndim], *stored.shape[stored_ndim:])}."
             )
-        for number, (part, row) in enumerate(zip(parts, rows, strict=True)):
-            yield from _compare(name, part, row, stored_ndim, ndim, (*path, str(number)))
+        for number, (agent, row) in enumerate(zip(agents, rows, strict=True)):
+            yield from _compare(name, agent, row, stored_ndim, ndim, (*path, str(number)))
         return
     try:
         columns: dict[Any, Any] = {} if data is None else dict(data.items())
@@ -65,19 +63,19 @@ def _compare(
         raise ValueError(
             f"{name}: the parts of the entry {_key(path)!r} differ in shape; those of the stored rows do not."
         ) from error
-    for part, known in stored.items():
-        here, column = (*path, part), columns.pop(part, None)
+    for key, known in stored.items():
+        here, column = (*path, key), columns.pop(key, None)
         if is_group(known):
             yield from _compare(name, known, column if is_group(column) else None, stored_ndim, ndim, here)
         elif isinstance(known, Tensor) and here != ("index",):
             needed = (*(() if data is None else data.shape[:ndim]), *known.shape[stored_ndim:])
             _require_like(name, _key(here), known, column, needed)
-    for part, column in columns.items():
+    for key, column in columns.items():
         if is_group(column):
-            for key in column.keys(True, True):
-                yield (*path, part, *key_path(key))
-        elif isinstance(column, Tensor) and (path or part != "index"):
-            yield (*path, part)
+            for inner in column.keys(True, True):
+                yield (*path, key, *key_path(inner))
+        elif isinstance(column, Tensor) and (path or key != "index"):
+            yield (*path, key)
 
 
 def _require_like(name: str, key: NestedKey, known: Tensor, column: Any, shape: tuple[int, ...]) -> None:

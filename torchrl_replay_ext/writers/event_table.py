@@ -16,20 +16,12 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext._torchrl import (
-    entries_of,
-    has_size,
-    length,
-    rows_of_ring,
-    set_length,
-    set_rows,
-    shape_and_device,
-    stored_data,
-)
+from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.event_tables import ARRAYS, CHANGES, JOURNAL_BEGIN, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import ARRAYS, STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.slot_index import row_major
@@ -142,48 +134,38 @@ class EventTableWriter(CompilableWriter):
         if stream_key is not None:
             require_nested_keys("EventTableWriter", stream_key=stream_key)
         super().__init__()
-        self._tables, self._on_load = tables, on_load
+        # the tables that the writer fills
+        self.tables, self._on_load = tables, on_load
         self._keys, self._optional = [done_key, init_key], (init_key, _TRAJECTORY)
         if stream_key is not None:
             self._keys.append(stream_key)
         self._has_context = any(spec.context for spec in tables.specs)
-        self._table_of = np.array([tables.table_of(spec) for spec in tables.specs])
+        self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
         # the last step of the unfinished episode of each stream; the tables know the steps before it
         self._open: dict[int, list[int]] = {}
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
-        # True during add()
-        self._adds = False
-
-    @property
-    def tables(self) -> EventTables:
-        """The tables that the writer fills."""
-        return self._tables
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the buffer. Stores the tables at the storage, where the sampler finds them."""
-        if getattr(storage, STORAGE_ATTRIBUTE, self._tables) is not self._tables:
-            raise ValueError(
-                "EventTableWriter: another writer already fills event tables for this storage; use one writer for each "
-                "storage."
-            )
-        if self._tables.is_pinned and storage.ndim != 1:
+        if self.tables.is_pinned and storage.ndim != 1:
             raise ValueError(
                 f"EventTableWriter: retention='pinned' needs a flat storage (ndim=1), not ndim={storage.ndim}."
             )
-        if not has_size(storage):
+        if not _torchrl.has_size(storage):
             kind = type(storage).__name__
             raise ValueError(f"EventTableWriter: the {kind} has no size; pass one: {kind}(1000).")
-        self._tables.check(storage.max_size)
-        other = None if self._tables.storage is None else self._tables.storage()
-        if other is not None and other is not storage:
+        self.tables.check(storage.max_size)
+        other = None if self.tables.storage is None else self.tables.storage()
+        if getattr(storage, STORAGE_ATTRIBUTE, self.tables) is not self.tables or other not in (None, storage):
             raise ValueError(
-                "EventTableWriter: the tables are used with another storage; give each buffer its own EventTables."
+                "EventTableWriter: the tables are used with another storage, or the storage with other tables; give "
+                "each buffer its own EventTables, and each storage one writer."
             )
         super().register_storage(storage)
-        self._tables.storage = weakref.ref(storage)
-        setattr(storage, STORAGE_ATTRIBUTE, self._tables)
+        self.tables.storage = weakref.ref(storage)
+        setattr(storage, STORAGE_ATTRIBUTE, self.tables)
 
     def add(self, data: TensorDictBase) -> int:
         """Write a single transition, a TensorDict []."""
@@ -193,11 +175,7 @@ class EventTableWriter(CompilableWriter):
                 f"EventTableWriter.add: the storage has ndim={self._storage.ndim}: a write has one row per column. "
                 "Use extend."
             )
-        self._adds = True
-        try:
-            index = self.extend(data.unsqueeze(0))
-        finally:
-            self._adds = False
+        index = self._extend(data.unsqueeze(0), as_number=True)
         self._set_index(data, index[0])
         return int(index[0])
 
@@ -213,6 +191,10 @@ class EventTableWriter(CompilableWriter):
                 "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
             )
         self._require_tensordict("extend", data)
+        return self._extend(data)
+
+    def _extend(self, data: TensorDictBase, *, as_number: bool = False) -> Tensor:
+        """:meth:`extend`; ``as_number``: samplers are notified of a single row by a number."""
         storage: Any = self._storage
         if data.ndim != storage.ndim:
             raise ValueError(
@@ -223,54 +205,54 @@ class EventTableWriter(CompilableWriter):
         if not data.shape[0]:
             raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
-        self._prepare(data)
+        stored = _torchrl.stored_data(storage)
+        if stored is None or stored is not self._sized_by:
+            self._allocate(data)
+            self._sized_by = stored
         steps, is_flat = data.shape[0], data.ndim == 1
         width = data.numel() // steps
         rows = self._read(data if is_flat else data.reshape(-1), width)
         # a write fits into the default table
-        piece = int(self._tables.capacities[0]) // width
+        piece = int(self.tables.capacities[0]) // width
         if piece >= steps:
-            return self._write(data, rows)
+            return self._write(data, rows, as_number)
         written = []
         for first in range(0, steps, piece):
-            part = slice(first * width, (first + piece) * width)
-            written.append(self._write(data[first : first + piece], _Rows(*(column[part] for column in rows))))
+            flat = slice(first * width, (first + piece) * width)
+            written.append(self._write(data[first : first + piece], _Rows(*(column[flat] for column in rows)), False))
         index = torch.cat(written)
         if is_flat:
             self._set_index(data, index)
         return index
 
-    def _prepare(self, data: Any) -> None:
-        """Allocate the tables at the first write."""
-        stored = stored_data(self._storage)
-        if stored is None or stored is not self._sized_by:
-            known = shape_and_device(self._storage)
-            if known is None:
-                device = getattr(self._storage, "device", "auto")
-                device = torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
-                known = (rows_of_ring(self._storage, data), *data.shape[1:]), device
-            self._tables.allocate(math.prod(known[0]), known[1])
-            self._sized_by = stored
+    def _allocate(self, data: Any) -> None:
+        """Allocate the tables for the storage, which the first write of ``data`` allocates."""
+        known = _torchrl.shape_and_device(self._storage)
+        if known is None:
+            device = getattr(self._storage, "device", "auto")
+            device = torch.device(data.device or "cpu") if device in (None, "auto") else torch.device(device)
+            known = (_torchrl.rows_of_ring(self._storage, data), *data.shape[1:]), device
+        self.tables.allocate(math.prod(known[0]), known[1])
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write at given slots and remove them from the event tables. Events in the data are ignored."""
-        if self._tables.is_pinned:
+        if self.tables.is_pinned:
             raise RuntimeError(
                 "EventTableWriter.write_at: with retention='pinned' the tables choose the slots; use extend or add."
             )
         result = super().write_at(index, data)
         slots = torch.as_tensor(result)
-        known = shape_and_device(self._storage) if slots.ndim > 1 else None
+        known = _torchrl.shape_and_device(self._storage) if slots.ndim > 1 else None
         slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
-        self._tables.remove(slots.cpu().numpy())
+        self.tables.remove(slots.cpu().numpy())
         return result
 
     # --- reading the data
 
     def _read(self, data: TensorDictBase, width: int) -> _Rows:
         """The rows of ``data`` [n], and where events occur in them."""
-        count, specs = data.shape[0], self._tables.specs
-        found = entries_of(data, self._keys)
+        count, specs = data.shape[0], self.tables.specs
+        found = _torchrl.entries_of(data, self._keys)
         for key, column in zip(self._keys, found, strict=True):
             if column is None and key not in self._optional:
                 raise KeyError(
@@ -312,43 +294,42 @@ class EventTableWriter(CompilableWriter):
         for first, episode in zip([0, *borders.tolist()], np.split(order, borders), strict=True):
             goes_on = not begins[first] and (first == 0 or stream[first] != stream[first - 1])
             segment: Any = data[torch.as_tensor(episode, device=data.device)]
-            for number, spec in enumerate(self._tables.specs):
+            for number, spec in enumerate(self.tables.specs):
                 if not spec.context:
                     continue
-                given: Any = segment
-                earlier = self._stored(int(stream[first]), int(trajectory[first]), spec.context) if goes_on else None
-                if earlier is not None:
-                    keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
-                    device = next(iter(segment.values(True, True))).device
-                    given = torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
+                given = segment
+                if goes_on:
+                    given = self._with_earlier(segment, int(stream[first]), int(trajectory[first]), spec.context)
                 result = spec.occurs(given).detach().cpu().numpy().reshape(-1)
                 rows.occurred[episode, number] = result[len(result) - len(episode) :]
 
-    def _stored(self, stream: int, trajectory: int, count: int) -> TensorDictBase | None:
-        """The last ``count`` transitions of the unfinished episode of a stream; None if there are none."""
+    def _with_earlier(self, segment: Any, stream: int, trajectory: int, count: int) -> Any:
+        """``segment`` after the last ``count`` stored transitions of the unfinished episode of its stream."""
         slot, number, last_trajectory = self._open.get(stream, _NO_EPISODE)
-        known = shape_and_device(self._storage)
-        if last_trajectory != trajectory or known is None:
-            return None
-        slots = np.empty(count, np.int64)
-        events_earlier(slots, slot, number, *self._tables.arrays())
+        known, slots = _torchrl.shape_and_device(self._storage), np.full(count, -1)
+        if last_trajectory == trajectory:
+            events_earlier(slots, slot, number, *self.tables.arrays())
         slots = slots[slots >= 0][::-1]
-        if not len(slots):
-            return None
-        return stored_data(self._storage)[tuple(torch.from_numpy(i) for i in np.unravel_index(slots, known[0]))]
+        if known is None or not len(slots):
+            return segment
+        index = tuple(map(torch.from_numpy, np.unravel_index(slots, known[0])))
+        earlier = _torchrl.stored_data(self._storage)[index]
+        keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
+        device = next(iter(segment.values(True, True))).device
+        return torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
 
     # --- writing
 
-    def _write(self, data: Any, rows: _Rows) -> Tensor:
+    def _write(self, data: Any, rows: _Rows, as_number: bool) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
-        tables, storage, count = self._tables, self._storage, len(rows.stream)
+        tables, storage, count = self.tables, self._storage, len(rows.stream)
         arrays, lanes = tables.arrays(), dict[int, int]()
         lane = np.array([lanes.setdefault(stream, len(lanes)) for stream in rows.stream.tolist()])
         episodes = np.array([self._open.get(stream, _NO_EPISODE) for stream in lanes])
         cursor, write_count, length_before = int(self.cursor_value), int(self._write_count_value), length_now(storage)
         first, counts = cursor * (count // len(data)), arrays[4]
         if not counts[0]:
-            tables.adopt(length(storage), first)
+            tables.adopt(_torchrl.length(storage), first)
         slots = np.full(count, -1) if tables.is_pinned else np.arange(first, first + count) % tables.num_slots
         size = int(counts[0])
         fill = episodes, slots, lane, *rows[1:], self._table_of, self._history, *arrays
@@ -361,12 +342,12 @@ class EventTableWriter(CompilableWriter):
                 index = written = self._store(data)
                 events_write(*fill)
             # TorchRL updates the priority of an added row with a number as the index
-            self._mark_update_entities(written[0] if self._adds else written)
+            self._mark_update_entities(written[0] if as_number else written)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
             tables.undo(slots[slots >= 0], size)
             if tables.is_pinned:
-                set_length(storage, int(length_before))
+                _torchrl.set_length(storage, int(length_before))
             else:
                 self._discard(cursor, data, int(length_before))
             raise
@@ -381,12 +362,12 @@ class EventTableWriter(CompilableWriter):
 
     def _store_at(self, slots: np.ndarray, data: Any) -> tuple[Tensor, Tensor]:
         """Write ``data`` to ``slots``; returns the index on the device of the data, and on that of the storage."""
-        device, on_cpu = self._tables.device, torch.from_numpy(slots)
+        device, on_cpu = self.tables.device, torch.from_numpy(slots)
         written = on_cpu.to(device, non_blocking=True)
         index = written if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
         data.set("index", expand_as_right(index, data))
         consecutive = isinstance(as_index(slots), slice)
-        set_rows(self._storage, written, data, first=int(slots[0]) if consecutive else None)
+        _torchrl.set_rows(self._storage, written, data, first=int(slots[0]) if consecutive else None)
         self._write_count += len(slots)
         return index, written
 
@@ -394,17 +375,17 @@ class EventTableWriter(CompilableWriter):
         """The episodes whose last step is still stored: stream, slot, number and trajectory, int64 [n, 4]."""
         found = [[stream, *episode] for stream, episode in self._open.items()]
         found = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
-        return found[self._tables.number[found[:, 1]] == found[:, 2]]
+        return found[self.tables.number[found[:, 1]] == found[:, 2]]
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
-        self._tables.clear()
+        self.tables.clear()
         self._open = {}
 
     # --- saving
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None and self._storage is not None and not self._tables.is_allocated:
+        if get_spawning_popen() is not None and self._storage is not None and not self.tables.is_allocated:
             raise RuntimeError(
                 "EventTableWriter: the buffer is sent to another process before its first write, so the processes "
                 "would not share the tables. Call rb.extend(data), then rb.empty(), before. (TorchRL's collectors do "
@@ -413,15 +394,15 @@ class EventTableWriter(CompilableWriter):
         return {**super().__getstate__(), "_sized_by": None}
 
     def _described(self) -> list[str]:
-        return [self._tables.retention, *self._tables.names]
+        return [self.tables.retention, *self.tables.names]
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the cursor, the tables and the last steps of unfinished episodes."""
         tables: dict[str, Tensor] = {}
-        if self._tables.is_allocated:
-            tables = {key: tensor.clone() for key, tensor in self._tables.tensors().items()}
-            # they count loads too, and only number the changes of this buffer
-            tables["counters"][[CHANGES, JOURNAL_BEGIN]] = 0
+        if self.tables.is_allocated:
+            tables = {key: tensor.clone() for key, tensor in self.tables.tensors().items()}
+            # it numbers the changes of this buffer only, and also counts loads
+            tables["counters"][CHANGES] = 0
             tables["open"] = self._open_episodes()
         return {**super().state_dict(), "tables": tables, "described": self._described()}
 
@@ -431,7 +412,7 @@ class EventTableWriter(CompilableWriter):
         Raises:
             ValueError: if the state does not fit this writer; nothing is changed then.
         """
-        name, tables, saved = "EventTableWriter.load_state_dict", self._tables, state_dict["tables"]
+        name, tables, saved = "EventTableWriter.load_state_dict", self.tables, state_dict["tables"]
         if state_dict["described"] != self._described():
             raise ValueError(
                 f"{name}: the state is for the tables {state_dict['described']}, this writer has {self._described()} "
@@ -446,7 +427,7 @@ class EventTableWriter(CompilableWriter):
         tables.clear()
         self._open = {}
         if saved:
-            known = None if self._storage is None else shape_and_device(self._storage)
+            known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
             tables.allocate(num_slots, tables.device if known is None else known[1])
             tables.load(saved)
             if self._on_load == "continue":
@@ -457,12 +438,9 @@ class EventTableWriter(CompilableWriter):
 
     def dumps(self, path: str | Path) -> None:
         """Save the state to the directory ``path``."""
-        super().dumps(path)
-        state = self.state_dict()
-        torch.save({key: state[key] for key in ("tables", "described")}, Path(path) / "event_tables.pt")
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "event_tables.pt")
 
     def loads(self, path: str | Path) -> None:
         """Restore a state that :meth:`dumps` saved to the directory ``path``."""
-        saved = torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu")
-        self.load_state_dict({**super().state_dict(), **saved})
-        super().loads(path)
+        self.load_state_dict(torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu"))

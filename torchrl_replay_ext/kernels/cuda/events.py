@@ -10,9 +10,10 @@ from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.launch import in_blocks, jit, some, within
 from torchrl_replay_ext.kernels.cuda.reaper import uniform
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, mass_of, power, sum_before, tree_of
+from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 _SYSTEMATIC, _MULTINOMIAL = tl.constexpr(events.SYSTEMATIC), tl.constexpr(events.MULTINOMIAL)
-_UNIT = tl.constexpr(events.UNIT)
+_UNIT = tl.constexpr(UNIT)
 # rows of a thread block, and rows that a row is compared with at a time
 _ROWS, _TOGETHER = 16, 256
 
@@ -22,31 +23,32 @@ def _table_of(rows, key, eta, count, tables, allocation: tl.constexpr, pad: tl.c
     """The table of each row."""
     k = tl.arange(0, pad)
     last = tl.max(tl.where(eta > 0, k, 0), axis=0)
-    cumulated = tl.cumsum(eta, axis=0)
+    # the number of rows of each table, which may be a fraction
+    wanted = count * eta
     if allocation == _MULTINOMIAL:
-        u = uniform(key, 3 * count + rows)
-        return tl.minimum(tl.sum((u[:, None] >= cumulated[None, :]).to(tl.int32), axis=1), last)
-    if allocation == _SYSTEMATIC:
-        u = uniform(key, tl.cast(3 * count, tl.int64))
-        ends = tl.ceil(count * tl.minimum(cumulated, 1.0) - u).to(tl.int32)
+        point = count * uniform(key, 3 * count + rows)
     else:
-        whole = (count * eta).to(tl.int32)
-        fraction = count * eta - whole
-        ahead = (fraction[None, :] > fraction[:, None]) | (
-            (fraction[None, :] == fraction[:, None]) & (k[None, :] < k[:, None])
-        )
-        is_larger = tl.sum(ahead.to(tl.int32), axis=1) < count - tl.sum(whole, axis=0)
-        ends = tl.cumsum(whole + is_larger.to(tl.int32), axis=0)
-    # the place of each row in a random order
-    own, place = uniform(key, count + rows), tl.zeros_like(rows).to(tl.int32)
-    for start in range(0, count, together):
-        others = start + tl.arange(0, together).to(tl.int64)
-        theirs = uniform(key, count + others)
-        precedes = (theirs[None, :] < own[:, None]) | (
-            (theirs[None, :] == own[:, None]) & (others[None, :] < rows[:, None])
-        )
-        place += tl.sum((precedes & (others < count)[None, :]).to(tl.int32), axis=1)
-    return tl.minimum(tl.sum((place[:, None] >= ends[None, :]).to(tl.int32), axis=1), last)
+        # the place of each row in a random order
+        own, place = uniform(key, count + rows), tl.zeros_like(rows).to(tl.int32)
+        for start in range(0, count, together):
+            others = start + tl.arange(0, together).to(tl.int64)
+            theirs = uniform(key, count + others)
+            precedes = (theirs[None, :] < own[:, None]) | (
+                (theirs[None, :] == own[:, None]) & (others[None, :] < rows[:, None])
+            )
+            place += tl.sum((precedes & (others < count)[None, :]).to(tl.int32), axis=1)
+        point = place.to(tl.float64)
+        if allocation == _SYSTEMATIC:
+            point += uniform(key, tl.cast(3 * count, tl.int64))
+        else:
+            fraction = wanted - tl.floor(wanted)
+            ahead = (fraction[None, :] > fraction[:, None]) | (
+                (fraction[None, :] == fraction[:, None]) & (k[None, :] < k[:, None])
+            )
+            wanted -= fraction
+            wanted += (tl.sum(ahead.to(tl.int32), axis=1) < count - tl.sum(wanted, axis=0)).to(tl.float64)
+    ends = tl.cumsum(wanted, axis=0)
+    return tl.minimum(tl.sum((point[:, None] >= ends[None, :]).to(tl.int32), axis=1), last)
 
 
 @jit

@@ -1,0 +1,254 @@
+"""The slices of episodes in a ring buffer, and draws of their starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+
+from torchrl_replay_ext.arguments import OnLoad
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
+from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.layout import check_counts
+from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import SumTree
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
+from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.rows import EpisodeReader
+
+# the class that errors name
+OWNER = "TrajectoryRetraceSampler"
+BEHAVIOUR = (
+    "the statistics of the behaviour policy. The policy in the collector writes this entry: torchrl's "
+    "ProbabilisticActor writes the parameters of its distribution ('logits', or 'loc' and 'scale'), and with "
+    "return_log_prob=True the log-probability. Pass the names of these entries as behaviour_keys=."
+)
+# a time long before all others
+_NEVER = -(2**62)
+
+
+class SliceStarts(Distribution):
+    """Draws the starts of slices uniformly, and keeps the successor of each transition within its episode.
+
+    A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
+    successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
+    Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`.
+
+    Args:
+        log: the generations of the slots.
+        priorities: not used.
+        slice_len: steps per slice.
+        num_streams: number of environments whose transitions are interleaved in flat storage.
+        reader: reads the ends of episodes.
+        behaviour_keys: entries that rows must have.
+        pad: if True, slices may begin at any transition; if False, only where ``slice_len`` steps are stored.
+        on_load: what becomes of unfinished episodes when a state is loaded.
+    """
+
+    needs_order, why_not_joint = True, None
+    takes_priorities = False
+    # True after a draw that found a transition where a slice may begin
+    _had_starts = False
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities | None = None,
+        *,
+        slice_len: int,
+        num_streams: int,
+        reader: EpisodeReader,
+        behaviour_keys: Sequence[NestedKey],
+        pad: bool,
+        on_load: OnLoad,
+    ):
+        self._log, self._reader, self._behaviour_keys, self._on_load = log, reader, behaviour_keys, on_load
+        self._slice_len, self._pad, self._device = slice_len, pad, log.layout.device
+        steps, num_lanes, assigned = log.layout.lanes(num_streams)
+        self.lanes = Lanes(steps, num_lanes, assigned=assigned, device=self._device, validate=log.layout.validate)
+        self._size = size = self.lanes.size
+
+        def full(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=self._device)
+
+        # the successor of each slot, or the slot itself if there is none
+        self._next = torch.arange(size, device=self._device).to(torch.int32 if size < 2**31 else torch.int64)
+        # Times count slots, so that time t is in slot t % size. The time of the last row, -1 before the first; and the
+        # times of the newest rows of each lane: the n-th row of a lane is in column n % slice_len
+        self._time, self._recent = full(1, value=-1), full(num_lanes, slice_len, value=_NEVER)
+        # per lane: its number of rows, and the number of steps of its unfinished episode
+        self._rows, self._run = full(num_lanes), full(num_lanes)
+        # mass 1 where a slice may begin
+        self.starts = SumTree(size, device=self._device)
+        state = self._time, self._next, self._recent, self._rows, self._run
+        self._views = Views(*state, self.starts.leaves, self.starts.nodes, self.starts.pages, size)
+
+    # --- writes
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        for key in self._behaviour_keys:
+            rows.require(key, BEHAVIOUR)
+        marks = self._reader.read(rows, needs_ids=self.lanes.assigned)
+        if not rows.is_rewrite:
+            self.write(slots, marks)
+
+    def write(self, slots: Tensor, marks: EpisodeMarks) -> None:
+        """Insert new transitions, in the order of writing. They replace the content of their slots.
+
+        ``slots``, int64 [n], are consecutive in the ring. For ``marks`` and errors see
+        :meth:`~torchrl_replay_ext.core.lanes.Lanes.write`.
+        """
+        self.lanes.write(slices_write, slots, marks, self._pad, *self._views())
+
+    def remove(self, slots: Tensor) -> None:
+        """Remove ``slots`` [n], the oldest or the newest. Slices do not continue across the removed slots.
+
+        In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
+        """
+        removed = torch.zeros_like(self._next, dtype=torch.bool).index_fill_(0, slots, True)
+        own = torch.arange(self._size, dtype=self._next.dtype, device=self._device)
+        self._next.copy_(torch.where(removed | removed[self._next.to(torch.int64)], own, self._next))
+        self.starts.leaves[: self._size] = self._find_starts((self.starts.leaves[: self._size] > 0) & ~removed)
+        self.starts.rebuild_()
+        self._recent.fill_(_NEVER)
+        if not self.lanes.assigned:
+            self.lanes.end_all()
+
+    def before_full_overwrite(self) -> None:
+        self.remove(torch.arange(self._size, device=self._device))
+        self.lanes.end_all()
+
+    def _find_starts(self, stored: Tensor) -> Tensor:
+        """1 where slices may begin, else 0, int64 [size]. ``stored``: bool [size], the slot holds a transition."""
+        begins = stored.clone()
+        slots = torch.arange(self._size, device=self._device)
+        for _ in range(0 if self._pad else self._slice_len - 1):
+            following = gather_in_bounds(self._next, slots).to(torch.int64)
+            begins &= following != slots
+            slots = following
+        return begins.to(torch.int64)
+
+    # --- draws
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        if not is_traced():
+            raise_if(
+                lambda: self.starts.total() == 0,
+                lambda: RuntimeError(
+                    f"{OWNER}(slice_len={self._slice_len}, pad=False): no stored episode has {self._slice_len} "
+                    "consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or pad=True."
+                ),
+                # on an accelerator only until there is a start for the first time
+                skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
+            )
+            self._had_starts = True
+        return Draw(self.starts.sample(batch_size, generator=generator)[0])
+
+    def sums(self) -> Sums:
+        return Sums(self.starts.total().double().reshape(1), None)
+
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        if not self.starts.total():
+            return Draw(torch.zeros(0, dtype=torch.int64))
+        return Draw(self.starts.draw(wanted.u)[0])
+
+    def density(self, slots: Tensor) -> Tensor:
+        return self.starts.get(slots).double()
+
+    def walk(self, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of slices from ``starts`` [n], and whether they belong to them.
+
+        Returns:
+            Slots, int64 [n, slice_len], where the last slot of an episode is repeated; and the mask,
+            bool [n, slice_len], all False where no slice may begin.
+        """
+        slots = starts.new_empty(starts.shape[0], self._slice_len)
+        mask = torch.empty_like(slots, dtype=torch.bool)
+        slices_walk(starts.contiguous(), self._next, self.starts.leaves, slots, mask)
+        return slots, mask
+
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """The newest transitions of each lane in time order, across episodes.
+
+        Returns:
+            Slots, int64 [lanes, slice_len], the last one repeated, or slot 0 if there is none; and the mask,
+            bool [lanes, slice_len], False where a lane has fewer transitions.
+        """
+        count = (self._time - self._recent < self._size).sum(1, keepdim=True)
+        step = torch.arange(self._slice_len, device=self._device)
+        place = (self._rows.unsqueeze(1) - count + step.minimum(count - 1)) % self._slice_len
+        return self._recent.gather(1, place) % self._size * (count > 0), step < count
+
+    def is_followed(self, slots: Tensor) -> Tensor:
+        """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""
+        before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
+        return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
+
+    # --- state
+
+    def clear(self) -> None:
+        self._next.copy_(torch.arange(self._size, device=self._device))
+        self._time.fill_(-1)
+        self._recent.fill_(_NEVER)
+        for counter in (self._rows, self._run):
+            counter.zero_()
+        self.starts.clear_()
+        self.lanes.clear_()
+        self._had_starts = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        lanes = {"recent": self._recent, "rows": self._rows, "run": self._run, **self.lanes.tensors()}
+        tensors = {"next": self._next, "time": self._time, **lanes}
+        return {f"slices_{name}": tensor for name, tensor in tensors.items()}
+
+    def rebuild(self) -> None:
+        self.starts.leaves[: self._size] = self._find_starts(self._stored())
+        self.starts.rebuild_()
+        if self._on_load == "truncate":
+            self.lanes.end_all()
+
+    def _stored(self) -> Tensor:
+        return self._log.generation[: self._size] > 0
+
+    def check_valid(self) -> None:
+        layout, step, time, stored = self._log.layout, int(self._log.last_seen_step), int(self._time), self._stored()
+        end = (step + 1) * layout.slots_per_step
+        # the rows of a write that was refused later are not stored
+        if step >= 0 and bool(stored[time % self._size]) and (end - time - 1) % self._size:
+            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
+        self.starts.check_valid()
+        self.lanes.check_valid()
+        check_counts("SliceStarts", self._time + 1, self._rows, self._run)
+        if not torch.equal(self.starts.leaves[: self._size], self._find_starts(stored)):
+            raise AssertionError("SliceStarts: the starts of slices are wrong")
+        slots = torch.arange(self._size, device=self._device)
+        following = self._next.to(torch.int64)
+        followed = following != slots
+        if not bool(stored[following[followed]].all() and stored[followed].all()):
+            raise AssertionError("SliceStarts: an empty slot has a successor or is one")
+        age, most = (self._time - slots) % self._size, following[followed].bincount(minlength=1).max()
+        if int(most) > 1 or not bool((age[following] < age)[followed].all()):
+            raise AssertionError("SliceStarts: a successor is that of two transitions, or older than its predecessor")
+        # the newest rows of each lane, the oldest first; those that are still stored follow one another
+        order = (self._rows.unsqueeze(1) + torch.arange(self._slice_len, device=self._device)) % self._slice_len
+        times = self._recent.gather(1, order)
+        is_live = (self._time - times >= 0) & (self._time - times < self._size)
+        rows, successor = times % self._size, following[times % self._size]
+        goes_on, both = successor[:, :-1] == rows[:, 1:], is_live[:, :-1] & is_live[:, 1:]
+        in_run = self._run.unsqueeze(1) >= torch.arange(self._slice_len, 1, -1, device=self._device)
+        is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
+        is_right &= times[:, 1:] > times[:, :-1]
+        is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
+        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
+            raise AssertionError("SliceStarts: the newest transitions of a lane do not follow one another")
+
+    def stats(self) -> dict[str, Tensor]:
+        """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
+        return {
+            "num_items": self._stored().sum(),
+            "num_starts": self.starts.leaves.sum(),
+            "interrupted": self.lanes.interrupted.sum(),
+        }
