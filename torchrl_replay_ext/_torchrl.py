@@ -166,14 +166,11 @@ def step_after_rows(storage: Any) -> int:
     return stored if stored < steps else 0 if last is None else (int(last) + 1) % steps
 
 
-def next_step(storage: Any) -> int | None:
-    """The step of the ring that the buffer's writer fills next; None without a round-robin writer."""
-    step = next_step_value(storage)
-    return None if step is None else int(step)
+def next_step(storage: Any) -> int | Tensor:
+    """The step of the ring that the buffer's writer fills next; -1 without a round-robin writer.
 
-
-def next_step_value(storage: Any) -> int | Tensor | None:
-    """:func:`next_step`, as a tensor if the writer holds it in a tensor."""
+    A tensor if the writer holds it in a tensor.
+    """
     writer: Any = None
     for buffer in getattr(storage, "_attached_entities_list", ()):
         other = getattr(buffer, "_writer", None)
@@ -181,7 +178,7 @@ def next_step_value(storage: Any) -> int | Tensor | None:
         if isinstance(other, RoundRobinWriter) and (writer is None or is_traced() or other._write_count):
             writer = other
     if writer is None:
-        return None
+        return -1
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
 
@@ -273,17 +270,6 @@ def set_entries(data: Any, entries: dict[NestedKey, Tensor]) -> None:
             data._set_str(key, value, validated=True, inplace=False, non_blocking=False)
         else:
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
-
-
-def has_generations(writer: Any) -> bool:
-    """True if a writer numbers its writes and adds the numbers to samples."""
-    return getattr(writer, "tracks_generations", False)
-
-
-def has_round_robin_writers(storage: Any) -> bool:
-    """True unless a buffer of this storage has a writer that does not fill one slot after the other."""
-    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
-    return all(isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None) for writer in writers)
 
 
 def expands_draws(buffer: Any) -> bool:

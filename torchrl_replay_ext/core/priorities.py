@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import MaxTree
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
@@ -26,8 +27,7 @@ class Priorities:
     kept.
 
     Args:
-        size: number of slots.
-        device: device of the tensors.
+        layout: the slots.
         eps: constant added to |δ|.
         td_error: ``"squared"`` if updates contain δ², ``"absolute"`` if they contain |δ|.
         within_buffer: see above.
@@ -36,8 +36,7 @@ class Priorities:
 
     def __init__(
         self,
-        size: int,
-        device: torch.device,
+        layout: Layout,
         *,
         eps: float,
         td_error: TDError,
@@ -46,18 +45,22 @@ class Priorities:
     ):
         self.eps, self.td_error, self.within_buffer, self.smallest = eps, td_error, within_buffer, min_priority
         # d of each slot, float32; negative if the transition was never updated
-        self.of_slot = torch.zeros(size, device=device)
+        self.of_slot = torch.zeros(layout.size, device=layout.device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
-        self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
+        self.largest = torch.full((1,), self._first, dtype=torch.float64, device=layout.device)
         # what the kernel of updates raises; with within_buffer, ``largest`` follows from the tree below instead
         self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
-        self._updated = MaxTree(size, device=device) if within_buffer else None
+        self._updated = MaxTree(layout.size, device=layout.device) if within_buffer else None
 
     @property
     def _first(self) -> float:
         """The priority of new transitions before the first update."""
         return max(1.0, self.smallest)
+
+    def largest_so_far(self) -> float:
+        """The largest d of a stored or a new transition. O(N)."""
+        return max(self.largest.item(), self.of_slot.abs().max().item())
 
     def exclude(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""

@@ -13,9 +13,6 @@ from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
 
-# Value of last_seen_step before the first write.
-UNKNOWN = -1
-
 
 class RingWrite(NamedTuple):
     """Where a write lies in the ring.
@@ -26,7 +23,7 @@ class RingWrite(NamedTuple):
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         expected: the step after the last one that the log has seen; -1 before the first write.
-        cursor: the step that the buffer's writer fills next; -1 if unknown.
+        cursor: the step that the buffer's writer fills next; -1 without a round-robin writer.
     """
 
     slots_as_index: Array
@@ -62,8 +59,8 @@ class WriteLog:
         state = self.generation, self.num_writes, self.draws, self.num_draws
         # what kernels take: these, and the empty arrays that stand for draws, numbers, weights and stamps
         self.views = Views(*state, self.draws[:0].clone(), *nothing)
-        # the step of the ring at which the last write ended; only kept if the order of the writes matters
-        self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
+        # the step of the ring at which the last write ended, or -1; only kept if the order of the writes matters
+        self.last_seen_step = torch.full((), -1, dtype=torch.int64, device=layout.counters)
         # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
         # CPU, where reading is cheap
         self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -161,50 +158,32 @@ class WriteLog:
 
     # --- the ring
 
-    def see_step(self, step: int | Tensor) -> None:
-        """Set the step of the ring at which the last write ended."""
-        if isinstance(step, Tensor):
-            self.last_seen_step.copy_(step)
-        else:
-            self.last_seen_step.fill_(step)
-
-    def locate(self, slots: Tensor, cursor: int | Tensor | None, *, in_order: bool) -> RingWrite:
+    def locate(self, slots: Tensor, cursor: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring.
 
         Args:
             slots: int64 [n].
-            cursor: see :class:`RingWrite`; None: unknown.
-            in_order: False if the order of writes does not matter; ``expected`` and ``cursor`` are then unknown.
+            cursor: see :class:`RingWrite`. None: the order of the writes does not matter.
         """
         lanes, index = self.layout.slots_per_step, as_index(slots)
-        seen, cursor = (self.last_seen_step, -1 if cursor is None else cursor) if in_order else (UNKNOWN, -1)
+        seen, cursor = (-1, -1) if cursor is None else (self.last_seen_step, cursor)
         if isinstance(index, slice):
-            first, last = smallest, largest = index.start, index.stop - 1
+            ends = index.start, index.stop - 1, index.start, index.stop - 1
         elif isinstance(index, np.ndarray):
-            first, last, smallest, largest = map(int, (index[0], index[-1], index.min(), index.max()))
+            ends = index[0], index[-1], index.min(), index.max()
         else:
-            numbers = read(slots[0], slots[-1], *torch.aminmax(slots), seen, cursor)
-            first, last, smallest, largest, seen, cursor = numbers
-        seen = int(seen)
+            ends = slots[0], slots[-1], *torch.aminmax(slots)
+        first, last, smallest, largest, seen, cursor = read(*ends, seen, cursor)
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
-        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, int(cursor))
+        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
     def is_rewrite(self, count: int, write: RingWrite) -> bool:
-        """True if a write of ``count`` rows changed stored rows in place: the writer is not where it would be else.
-
-        If the place of the writer is unknown, stored rows count as changed unless they are next in the ring.
-        """
-        if write.cursor < 0:
-            is_next = write.expected in (-1, write.first)
-        else:
-            is_next = (write.last + 1) % self.layout.steps == write.cursor
-            is_next &= write.cursor != write.expected or count >= self.layout.num_slots
-        return not is_next and bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
-
-    def steps_between(self, first: int, end: int) -> Tensor:
-        """The steps of the ring from ``first`` up to, but without, ``end``; int64 [n]."""
-        steps = self.layout.steps
-        return (first + torch.arange((end - first) % steps, device=self.layout.device)) % steps
+        """True if a write of ``count`` rows changed stored rows in place: the buffer's writer has not written them."""
+        is_next = (write.last + 1) % self.layout.steps == write.cursor
+        is_next &= write.cursor != write.expected or count >= self.layout.size
+        if is_next or write.cursor < 0:
+            return False
+        return bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
 
     # --- state
 
@@ -214,7 +193,7 @@ class WriteLog:
         self.generation.zero_()
         self._cleared_at.copy_(self.num_writes)
         self._has_writes.fill_(False)
-        self.last_seen_step.fill_(UNKNOWN)
+        self.last_seen_step.fill_(-1)
         self._announced = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -252,8 +231,8 @@ class WriteLog:
         cleared_at = self._cleared_at.to(self.generation.device)
         if bool(((self.generation > 0) & (self.generation <= cleared_at)).any() | (cleared_at > self.num_writes).any()):
             raise AssertionError("WriteLog: a slot was written before the log was cleared, or that is yet to come")
-        if bool(self.generation[self.layout.num_slots :].any()) or int(self.last_seen_step) >= self.layout.steps:
-            raise AssertionError("WriteLog: a slot beyond the storage holds a transition")
+        if int(self.last_seen_step) >= self.layout.steps:
+            raise AssertionError("WriteLog: the last write ended beyond the storage")
 
     def __getstate__(self) -> dict[str, object]:
         # the update that follows a write comes from the same process

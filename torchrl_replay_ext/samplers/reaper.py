@@ -224,7 +224,7 @@ class Reliability(WriteObserver):
 
     def check_valid(self) -> None:
         self._episodes.check_valid()
-        slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
+        slots = torch.arange(self._log.layout.size, device=self._log.layout.device)
         if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
             raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
 
@@ -251,7 +251,7 @@ class ReliabilityAdjusted(Distribution):
         weight_norm: WeightNorm,
     ):
         self._log, self._weight_norm = log, weight_norm
-        self._num_slots, self._device = log.layout.num_slots, log.layout.device
+        self._size, self._device = log.layout.size, log.layout.device
         self._power = PowerTree(log, priorities, alpha)
         self._tree, self.power_parts = self._power.tree, self._power.parts
         self._reliability = make_reliability(log)
@@ -283,7 +283,7 @@ class ReliabilityAdjusted(Distribution):
         if self._weight_norm == "batch":
             return None
         result = torch.empty(1, dtype=torch.float64, device=self._device)
-        masses = self._tree.leaves[: self._num_slots]
+        masses = self._tree.leaves[: self._size]
         reaper_smallest(masses, self._reliability.exponent(), result, *self._reliability.arrays())
         return result
 

@@ -142,11 +142,11 @@ class SliceStarts(Distribution):
         layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self.slices.time)
         end = (step + 1) * layout.slots_per_step
         # the rows of a write that was refused later are not stored
-        if step >= 0 and bool(stored[time % layout.num_slots]) and (end - time - 1) % layout.num_slots:
+        if step >= 0 and bool(stored[time % layout.size]) and (end - time - 1) % layout.size:
             raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
 
     def _stored(self) -> Tensor:
-        return self._log.generation[: self._log.layout.num_slots] > 0
+        return self._log.generation > 0
 
     def stats(self) -> dict[str, Tensor]:
         """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
