@@ -138,9 +138,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def _reads_columns(self) -> bool:
         """True if a batch is the stored columns at the drawn index, which needs none of TorchRL's further steps."""
         storage = self._storage
-        if self._prefetch or self._pin_memory or self._has_transforms:
-            return False
-        if getattr(self._writer, "tracks_generations", False):
+        if self._prefetch or self._pin_memory or self._has_transforms or self._writer.tracks_generations:
             return False
         return storage.ndim == 1 and type(stored_data(storage)) is TensorDict
 

@@ -44,6 +44,8 @@ class Priorities:
         min_priority: float = 0.0,
     ):
         self.eps, self.td_error, self.within_buffer, self.smallest = eps, td_error, within_buffer, min_priority
+        # the priority of new transitions before the first update
+        self._first = max(1.0, min_priority)
         # d of each slot, float32; negative if the transition was never updated
         self.of_slot = torch.zeros(layout.size, device=layout.device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
@@ -52,11 +54,6 @@ class Priorities:
         self.largest_updated = torch.zeros_like(self.largest) if within_buffer else self.largest
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(layout.size, device=layout.device) if within_buffer else None
-
-    @property
-    def _first(self) -> float:
-        """The priority of new transitions before the first update."""
-        return max(1.0, self.smallest)
 
     def largest_so_far(self) -> float:
         """The largest d of a stored or a new transition. O(N)."""

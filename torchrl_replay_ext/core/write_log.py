@@ -61,10 +61,8 @@ class WriteLog:
         self.views = Views(*state, self.draws[:0].clone(), *nothing)
         # the step of the ring at which the last write ended, or -1; only kept if the order of the writes matters
         self.last_seen_step = torch.full((), -1, dtype=torch.int64, device=layout.counters)
-        # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
-        # CPU, where reading is cheap
-        self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._has_writes = torch.zeros(1, dtype=torch.bool, device="cpu")
+        # True if slots are known to hold transitions; always on the CPU, where reading is cheap
+        self._is_used = torch.zeros(1, dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
         self._written: Array | None = None
@@ -72,12 +70,11 @@ class WriteLog:
     @property
     def is_empty(self) -> bool:
         """True if there was no write since the log was created or cleared."""
-        if self._has_writes.item():
+        if self._is_used.item():
             return False
-        # a graph that writes changes only num_writes
-        is_empty = self.num_writes.item() == self._cleared_at.item()
-        self._has_writes.fill_(not is_empty)
-        return is_empty
+        # a graph that writes changes only the generations
+        self._is_used.fill_(bool(self.generation.any()))
+        return not self._is_used.item()
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
@@ -191,8 +188,7 @@ class WriteLog:
         """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
         self._make_draws_late()
         self.generation.zero_()
-        self._cleared_at.copy_(self.num_writes)
-        self._has_writes.fill_(False)
+        self._is_used.fill_(False)
         self.last_seen_step.fill_(-1)
         self._announced = None
 
@@ -201,7 +197,6 @@ class WriteLog:
         return {
             "generation": self.generation,
             "num_writes": self.num_writes,
-            "num_writes_at_clear": self._cleared_at,
             "last_step": self.last_seen_step,
         }
 
@@ -209,7 +204,6 @@ class WriteLog:
         """Raise the numbers of all writes by ``last``, so that batches drawn before a load carry none of them."""
         self.generation.add_(last * (self.generation > 0))
         self.num_writes.add_(last)
-        self._cleared_at.add_(last)
 
     def _make_draws_late(self) -> None:
         """Count all draws as draws of contents that were overwritten."""
@@ -220,17 +214,14 @@ class WriteLog:
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
         self._make_draws_late()
-        self._has_writes.fill_(False)
+        self._is_used.fill_(False)
         self._announced = None
 
     def check_valid(self) -> None:
         """Raise AssertionError if the log is inconsistent. O(N)."""
-        check_counts("WriteLog", self.generation, self.num_writes, self._cleared_at, self.last_seen_step + 1)
+        check_counts("WriteLog", self.generation, self.num_writes, self.last_seen_step + 1)
         if bool((self.generation > self.num_writes).any()):
             raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
-        cleared_at = self._cleared_at.to(self.generation.device)
-        if bool(((self.generation > 0) & (self.generation <= cleared_at)).any() | (cleared_at > self.num_writes).any()):
-            raise AssertionError("WriteLog: a slot was written before the log was cleared, or that is yet to come")
         if int(self.last_seen_step) >= self.layout.steps:
             raise AssertionError("WriteLog: the last write ended beyond the storage")
 

@@ -28,6 +28,7 @@ from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
 from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, SlotState
 from torchrl_replay_ext.samplers.slot_updates import NO_TD_ERROR, td_errors
+from torchrl_replay_ext.samplers.wrapper import delegated
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
@@ -69,6 +70,12 @@ class DistributionSampler(ShowsArguments, Sampler):
     reduction = "max"
     # read by CompilableReplayBuffer: samples carry the generation of each row
     takes_stamps = True
+    # what TorchRL's buffers pass for rows without TD errors; such rows keep their priorities
+    default_priority = NO_TD_ERROR  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    # True if draws depend on TD errors. If False, update_priority does nothing
+    takes_priorities = delegated("distribution", "takes_priorities", read_only=True)
+    # True if writes have the same effect in a graph as outside
+    writes_in_graphs = delegated("distribution", "writes_in_graphs", read_only=True)
     _bound: Storage | None = None
     # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
@@ -339,21 +346,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         return slots if slots.device == self.layout.device else to_device(slots, self.layout.device)
 
     # --- priorities
-
-    @property
-    def default_priority(self) -> float:
-        """The number that TorchRL's buffers pass for rows without TD errors. Such rows keep their priorities."""
-        return NO_TD_ERROR
-
-    @property
-    def takes_priorities(self) -> bool:
-        """True if draws depend on TD errors. If False, :meth:`update_priority` does nothing."""
-        return self.distribution.takes_priorities
-
-    @property
-    def writes_in_graphs(self) -> bool:
-        """True if writes have the same effect in a graph as outside."""
-        return self.distribution.writes_in_graphs
 
     def update_priority(
         self,

@@ -80,13 +80,12 @@ class ShardRows(NamedTuple):
     count: Tensor | None
 
 
-class WriteObserver(ABC):
-    """State that is updated at each write to the slots of a buffer."""
+class WriteObserver:
+    """State that is updated at each write to the slots of a buffer. The methods do nothing by default."""
 
     # True if the order of the writes matters: the buffer then needs a round-robin writer
     needs_order = False
 
-    @abstractmethod
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
 
@@ -101,7 +100,6 @@ class WriteObserver(ABC):
             KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
         """
 
-    @abstractmethod
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], without duplicates, oldest first."""
 
@@ -111,27 +109,24 @@ class WriteObserver(ABC):
     def before_ingest(self, count: int, next_slot: int) -> None:
         """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
 
-    @abstractmethod
     def clear(self) -> None:
         """Remove all slots."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
+        return {}
 
     def raise_numbers(self, last: int) -> None:
         """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
 
-    @abstractmethod
     def rebuild(self) -> None:
         """Recompute derived state after :meth:`tensors` were replaced."""
 
-    @abstractmethod
     def check_valid(self) -> None:
         """Raise AssertionError if the state is inconsistent. O(N)."""
 
 
-class Distribution(WriteObserver):
+class Distribution(WriteObserver, ABC):
     """A probability distribution over slots. It does not access the storage.
 
     In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
@@ -150,8 +145,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty
-    # without such a tree
+    # a tree of d^α that the kernels of writes and updates change too: its tensors, the number of leaves, and a tensor
+    # that begins with α; empty without such a tree
     power_parts: Sequence[Tensor | int] = ()
     # further state that is updated at each write, before this one
     parts: Sequence[WriteObserver] = ()
@@ -163,13 +158,12 @@ class Distribution(WriteObserver):
         return torch.finfo(torch.float32).max
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Update priorities. Not called if :attr:`takes_priorities` is False.
+        """Update what depends on priorities. Not called if :attr:`takes_priorities` is False. Default: do nothing.
 
         Args:
             slots: int64 [n], each slot once; rows of slot -1 are skipped (in eager code on the CPU there are none).
             priority: d of each slot, float32 [n].
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 
     @abstractmethod
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:

@@ -99,7 +99,7 @@ def layout_of_state(call: str, state: dict[str, Any], current: Layout) -> Layout
     shape = tuple(given.tolist())
     if shape == current.shape:
         return current
-    if torch.equal(state["num_writes"], state["num_writes_at_clear"]):
+    if not bool(state["generation"].any()):
         return None
     if current.known:
         raise ValueError(f"{call}: the state belongs to a storage of shape {shape}, not {current.shape}.")

@@ -86,17 +86,17 @@ class SlotState:
         hyperparameter = self._hyperparameters[name]
         before, saved = float(hyperparameter.value), hyperparameter.state()
         hyperparameter.set(value)
-        largest = self.priorities.largest_so_far() if name == "alpha" else 0.0
-        if largest > self.distribution.max_supported_priority:
-            bound = hyperparameter.bound
-            hyperparameter.load(saved)
-            raise ValueError(
-                f"{self.owner}(alpha={shown(bound)}): alpha is too large for the largest priority so far, "
-                f"{shown(largest)}; use a smaller alpha."
-            )
+        if name == "alpha":
+            largest, bound = self.priorities.largest_so_far(), hyperparameter.bound
+            if largest > self.distribution.max_supported_priority:
+                hyperparameter.load(saved)
+                raise ValueError(
+                    f"{self.owner}(alpha={shown(bound)}): alpha is too large for the largest priority so far, "
+                    f"{shown(largest)}; use a smaller alpha."
+                )
+            if float(hyperparameter.value) != before:
+                self.distribution.reweight(None)
         self.updates.hyperparameters_changed()
-        if name == "alpha" and float(hyperparameter.value) != before:
-            self.distribution.reweight(None)
 
     # --- writes
 
@@ -154,16 +154,15 @@ class SlotState:
         self._knows_storage = True
         if is_first and storage is not None and _torchrl.length(storage) > slots.shape[0]:
             self.ingest(storage, (write.last + 1) % self.layout.steps)
+        elif self.needs_order and self.log.is_rewrite(slots.shape[0], write):
+            self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
         else:
-            self._apply_write(slots, write, storage)
+            self._append(slots, write, storage)
         self.log.announce(index, write.slots_as_index)
 
-    def _apply_write(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
-        """Apply a write of ``slots`` [n]. If n exceeds the number of slots, the first rows were overwritten."""
+    def _append(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
+        """Insert new rows, ``slots`` [n]. If n exceeds the number of slots, the first ones were overwritten."""
         if self.needs_order:
-            if self.log.is_rewrite(slots.numel(), write):
-                self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
-                return
             self._require_ring_order(slots, write, storage)
             if write.expected not in (-1, write.first):
                 lost = (write.first - write.expected) % self.layout.steps
@@ -173,7 +172,6 @@ class SlotState:
             # all earlier rows are overwritten, and also the first rows of this write
             for part in self._parts:
                 part.before_full_overwrite()
-            self._forget(torch.arange(self.layout.size, device=self.layout.device))
             slots = slots[-self.layout.size :]
             index = as_index(slots)
         self.insert(slots, storage, index)

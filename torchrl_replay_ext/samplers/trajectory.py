@@ -360,11 +360,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         assert isinstance(starts, SliceStarts)
         return starts
 
-    @property
-    def takes_stamps(self) -> bool:
-        """True if samples carry the generation of each row."""
-        return self._is_prioritized
-
     # --- drawing
 
     @torch.no_grad()
