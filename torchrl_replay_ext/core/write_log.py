@@ -1,8 +1,9 @@
-"""A log of the writes to a buffer: the ring position and the generation of each slot."""
+"""State that is updated at each write to a buffer, and a log of the writes: ring position and generations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from copy import copy
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,55 @@ from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
+
+if TYPE_CHECKING:
+    from torchrl_replay_ext.samplers.rows import RowView
+
+
+class WriteObserver:
+    """State that is updated at each write to the slots of a buffer. The methods do nothing by default."""
+
+    # True if the order of the writes matters: the buffer then needs a round-robin writer
+    needs_order = False
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
+
+        The write is recorded afterwards: generations and priorities are still those before it.
+
+        Args:
+            slots: int64 [n], in the order of writing, n <= number of slots.
+            priority: d of a new transition, float64 [1].
+            rows: the rows at ``slots``.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
+        """
+
+    def remove(self, slots: Tensor) -> None:
+        """Remove ``slots`` [n], without duplicates, oldest first."""
+
+    def before_full_overwrite(self) -> None:
+        """Called before a write with more rows than slots, of which only the last rows are inserted."""
+
+    def before_ingest(self, count: int, next_slot: int) -> None:
+        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
+
+    def clear(self) -> None:
+        """Remove all slots."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save. It is restored in place."""
+        return {}
+
+    def raise_numbers(self, last: int) -> None:
+        """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
+
+    def rebuild(self) -> None:
+        """Recompute derived state after :meth:`tensors` were replaced."""
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if the state is inconsistent. O(N)."""
 
 
 class RingWrite(NamedTuple):
@@ -35,7 +85,7 @@ class RingWrite(NamedTuple):
     cursor: int
 
 
-class WriteLog:
+class WriteLog(WriteObserver):
     """Records the writes to a buffer: the ring position and the generation of each slot.
 
     Writes are numbered from 1. The generation of a slot is the number of the write that filled it, or 0 if the slot is
@@ -131,9 +181,7 @@ class WriteLog:
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = slots_as_index if isinstance(slots_as_index, slice) else None
-        if isinstance(slots_as_index, np.ndarray):
-            self._written = slots_as_index.copy()
+        self._written = None if isinstance(slots_as_index, Tensor) else copy(slots_as_index)
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -178,9 +226,7 @@ class WriteLog:
         """True if a write of ``count`` rows changed stored rows in place: the buffer's writer has not written them."""
         is_next = (write.last + 1) % self.layout.steps == write.cursor
         is_next &= write.cursor != write.expected or count >= self.layout.size
-        if is_next or write.cursor < 0:
-            return False
-        return bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
+        return not is_next and bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
 
     # --- state
 

@@ -182,17 +182,16 @@ class DistributionSampler(ShowsArguments, Sampler):
             other = f"{name}: {type(storage).__name__} cannot be compiled"
             raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
-    def synchronize(self, storage: Storage | None) -> None:
-        """Bring the state up to date with the storage."""
-        if is_traced():
+    def synchronize(self, storage: Storage | None) -> bool:
+        """Bring the state up to date with the storage; in a graph, only check both. Returns True in a graph."""
+        in_graph = is_traced()
+        if in_graph:
             self.require_bound(storage)
         else:
-            self._synchronize(storage)
-
-    def _synchronize(self, storage: Storage | None) -> None:
-        if storage is not self._bound:
-            self.bind(storage)
-        self.state.synchronize(storage)
+            if storage is not self._bound:
+                self.bind(storage)
+            self.state.synchronize(storage)
+        return in_graph
 
     # --- writes
 
@@ -242,13 +241,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        in_graph = is_traced()
-        if in_graph:
-            self.require_bound(storage)
-        else:
-            self._synchronize(storage)
-            if self.state.log.is_empty:
-                raise RuntimeError(f"{name}: cannot sample from an empty storage.")
+        in_graph = self.synchronize(storage)
+        if not in_graph and self.state.log.is_empty:
+            raise RuntimeError(f"{name}: cannot sample from an empty storage.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "

@@ -52,8 +52,6 @@ class RowView:
 
     def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
         """One number per row of each entry, [n], as kernels take them; None for entries that are missing."""
-        if self.storage is None:
-            raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {keys[0]!r}.")
         found = _torchrl.entries_of(stored_tensordict(self.owner, self.storage), keys)
         # in NumPy it takes a third of the time
         in_numpy, columns = not isinstance(self.slots_as_index, Tensor), []

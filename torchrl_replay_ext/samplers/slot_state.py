@@ -23,7 +23,7 @@ from torchrl_replay_ext.samplers.rows import RowView
 from torchrl_replay_ext.samplers.slot_index import out_of_range
 from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
 
-MakePriorities = Callable[[Layout], Priorities]
+MakePriorities = Callable[[WriteLog], Priorities]
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
 
@@ -56,7 +56,7 @@ class SlotState:
         for hyperparameter in hyperparameters.values():
             hyperparameter.to(layout.counters, layout.device)
         self.log = WriteLog(layout)
-        self.priorities = make_priorities(layout)
+        self.priorities = make_priorities(self.log)
         self.distribution = make(self.log, self.priorities)
         # the tree of d^α that the kernels of writes and updates change too; no leaves if there is none
         nothing = (torch.empty(0, dtype=torch.int64, device=layout.device) for _ in range(4))
@@ -67,7 +67,8 @@ class SlotState:
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         self.observers = [observe(self.log) for observe in make_observers]
         # all parts that are updated at each write; the distribution is last, since the others may reject rows
-        self._parts: list[WriteObserver] = [*self.distribution.parts, *self.observers, self.distribution]
+        self._parts: list[WriteObserver] = [self.priorities, *self.distribution.parts, *self.observers]
+        self._parts.append(self.distribution)
         # True if the order of the writes matters to a part
         self.needs_order = any(part.needs_order for part in self._parts)
         self.updates.hyperparameters_changed()
@@ -163,7 +164,7 @@ class SlotState:
     def _append(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Insert new rows, ``slots`` [n]. If n exceeds the number of slots, the first ones were overwritten."""
         if self.needs_order:
-            self._require_ring_order(slots, write, storage)
+            self._require_ring_order(slots, write)
             if write.expected not in (-1, write.first):
                 lost = (write.first - write.expected) % self.layout.steps
                 self.remove(self.layout.slots_from(write.expected, lost * self.layout.slots_per_step))
@@ -179,11 +180,11 @@ class SlotState:
             # last, because the write may be rejected
             self.log.last_seen_step.fill_(write.last)
 
-    def _require_ring_order(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
+    def _require_ring_order(self, slots: Tensor, write: RingWrite) -> None:
         """Raise ValueError if the writer does not fill one slot of the ring after the other."""
         is_ring = isinstance(write.slots_as_index, slice)
         is_ring = is_ring or torch.equal(slots, self.layout.slots_from(write.first, slots.shape[0]))
-        if not is_ring or (write.cursor < 0 and storage is not None):
+        if not is_ring or write.cursor < 0:
             raise ValueError(
                 f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
             )
@@ -201,7 +202,6 @@ class SlotState:
         """
         index = as_index(slots) if index is None else index
         rows = RowView(self.owner, storage, slots, index, self.layout.size, is_rewrite)
-        self.priorities.exclude(slots)
         inserted: list[WriteObserver] = []
         try:
             for part in self._parts:
@@ -234,8 +234,6 @@ class SlotState:
     def _forget(self, slots: Tensor) -> None:
         rows_record(*self._views(), slots.contiguous(), False)
         self.log.announce(None)
-        if self.priorities.within_buffer:
-            self.priorities.recount(slots)
 
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
@@ -245,18 +243,16 @@ class SlotState:
 
     def clear(self) -> None:
         """Restore the initial state."""
-        for part in self._parts:
+        for part in (self.log, *self._parts):
             part.clear()
-        self.log.clear()
-        self.priorities.reset()
         for counter in self.updates.tensors().values():
             counter.zero_()
         self._knows_storage = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
-        tensors = {**self.log.tensors(), **self.priorities.tensors(), **self.updates.tensors()}
-        for part in self._parts:
+        tensors = self.updates.tensors()
+        for part in (self.log, *self._parts):
             tensors |= part.tensors()
         return tensors
 
@@ -277,9 +273,7 @@ class SlotState:
         self._knows_storage = True
         for part in (self.log, *self._parts):
             part.raise_numbers(num_writes)
-        self.log.rebuild()
-        self.priorities.rebuild()
-        for part in self._parts:
+        for part in (self.log, *self._parts):
             part.rebuild()
 
     def stats(self) -> dict[str, Tensor]:
@@ -304,10 +298,8 @@ class SlotState:
 
     def check_valid(self) -> None:
         """Raise AssertionError if the state is inconsistent. O(N)."""
-        self.log.check_valid()
-        self.priorities.check_valid(self.log.generation)
         largest = self.priorities.largest_so_far()
         if largest > as_float32(self.distribution.max_supported_priority):
             raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
-        for part in self._parts:
+        for part in (self.log, *self._parts):
             part.check_valid()
