@@ -62,7 +62,8 @@ class Priorities(WriteObserver):
 
     def insert(self, slots: Tensor, priority: Tensor, rows: object) -> None:
         """Exclude ``slots`` [n] too, until their first update."""
-        self.remove(slots)
+        if self._updated is not None:
+            self.remove(slots)
 
     def remove(self, slots: Tensor) -> None:
         """Exclude ``slots`` [n], which become empty or are overwritten, from the largest priority within the buffer."""

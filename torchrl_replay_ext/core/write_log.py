@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -181,7 +180,9 @@ class WriteLog(WriteObserver):
         """
         self._announced = index
         # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = None if isinstance(slots_as_index, Tensor) else copy(slots_as_index)
+        self._written = slots_as_index if isinstance(slots_as_index, slice) else None
+        if isinstance(slots_as_index, np.ndarray):
+            self._written = slots_as_index.copy()
 
     def is_last_write(self, index: object, slots: Tensor) -> bool:
         """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
@@ -213,12 +214,12 @@ class WriteLog(WriteObserver):
         lanes, index = self.layout.slots_per_step, as_index(slots)
         seen, cursor = (-1, -1) if cursor is None else (self.last_seen_step, cursor)
         if isinstance(index, slice):
-            ends = index.start, index.stop - 1, index.start, index.stop - 1
+            numbers = index.start, index.stop - 1, index.start, index.stop - 1, seen, cursor
         elif isinstance(index, np.ndarray):
-            ends = index[0], index[-1], index.min(), index.max()
+            numbers = index[0], index[-1], index.min(), index.max(), seen, cursor
         else:
-            ends = slots[0], slots[-1], *torch.aminmax(slots)
-        first, last, smallest, largest, seen, cursor = read(*ends, seen, cursor)
+            numbers = read(slots[0], slots[-1], *torch.aminmax(slots), seen, cursor)
+        first, last, smallest, largest, seen, cursor = map(int, numbers)
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
         return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
