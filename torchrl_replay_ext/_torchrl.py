@@ -92,7 +92,9 @@ def entries_of(data: Any, keys: Iterable[NestedKey]) -> list[Any]:
     return entries
 
 
-def matching_columns(stored: Any, data: Any, ndim: int, *, except_for: str = "") -> list[tuple[Tensor, Tensor]] | None:
+def matching_columns(
+    stored: Any, data: Any, ndim: int, *, except_for: str = "", stored_ndim: int | None = None
+) -> list[tuple[Tensor, Tensor]] | None:
     """The tensors of stored rows, each with the one of new rows; None unless names, dtypes and shapes agree.
 
     This takes a tenth of the time of a comparison that finds what differs, or that knows stacks and tensorclasses.
@@ -102,20 +104,14 @@ def matching_columns(stored: Any, data: Any, ndim: int, *, except_for: str = "")
         data: the new rows, a TensorDict.
         ndim: number of batch dimensions of ``data``.
         except_for: an entry that either of them may lack. Default: none.
+        stored_ndim: number of batch dimensions of the stored rows. Default: None, those of ``stored``.
     """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    is_alike = type(stored) is TensorDict and _pair(stored, data, stored.ndim, ndim, except_for, pairs)
-    return pairs if is_alike else None
-
-
-def _pair(
-    stored: Any, data: Any, stored_ndim: int, ndim: int, except_for: str, pairs: list[tuple[Tensor, Tensor]]
-) -> bool:
-    if type(data) is not TensorDict:
-        return False
-    columns, rows = stored._tensordict, data._tensordict
+    if type(stored) is not TensorDict or type(data) is not TensorDict:
+        return None
+    stored_ndim = stored.ndim if stored_ndim is None else stored_ndim
+    columns, rows, pairs = stored._tensordict, data._tensordict, []
     if columns.keys() != rows.keys() and not columns.keys() ^ rows.keys() <= {except_for}:
-        return False
+        return None
     for name, column in columns.items():
         if name == except_for:
             continue
@@ -123,11 +119,14 @@ def _pair(
         if isinstance(column, Tensor):
             is_alike = isinstance(row, Tensor) and row.dtype == column.dtype and not row.is_meta
             if not is_alike or row.shape[ndim:] != column.shape[stored_ndim:]:
-                return False
+                return None
             pairs.append((column, row))
-        elif type(column) is not TensorDict or not _pair(column, row, stored_ndim, ndim, "", pairs):
-            return False
-    return True
+        else:
+            inner = matching_columns(column, row, ndim, stored_ndim=stored_ndim)
+            if inner is None:
+                return None
+            pairs += inner
+    return pairs
 
 
 def stored_columns(storage: Any) -> list[Any]:
@@ -166,14 +165,11 @@ def step_after_rows(storage: Any) -> int:
     return stored if stored < steps else 0 if last is None else (int(last) + 1) % steps
 
 
-def next_step(storage: Any) -> int | None:
-    """The step of the ring that the buffer's writer fills next; None without a round-robin writer."""
-    step = next_step_value(storage)
-    return None if step is None else int(step)
+def next_step(storage: Any) -> int | Tensor:
+    """The step of the ring that the buffer's writer fills next; -1 without a round-robin writer.
 
-
-def next_step_value(storage: Any) -> int | Tensor | None:
-    """:func:`next_step`, as a tensor if the writer holds it in a tensor."""
+    A tensor if the writer holds it in a tensor.
+    """
     writer: Any = None
     for buffer in getattr(storage, "_attached_entities_list", ()):
         other = getattr(buffer, "_writer", None)
@@ -181,7 +177,7 @@ def next_step_value(storage: Any) -> int | Tensor | None:
         if isinstance(other, RoundRobinWriter) and (writer is None or is_traced() or other._write_count):
             writer = other
     if writer is None:
-        return None
+        return -1
     cursor = getattr(writer, "cursor_value", None)
     return writer._cursor if cursor is None else cursor
 
@@ -273,17 +269,6 @@ def set_entries(data: Any, entries: dict[NestedKey, Tensor]) -> None:
             data._set_str(key, value, validated=True, inplace=False, non_blocking=False)
         else:
             data.set(key, expand_as_right(value, data) if value.ndim < data.ndim else value)
-
-
-def has_generations(writer: Any) -> bool:
-    """True if a writer numbers its writes and adds the numbers to samples."""
-    return getattr(writer, "tracks_generations", False)
-
-
-def has_round_robin_writers(storage: Any) -> bool:
-    """True unless a buffer of this storage has a writer that does not fill one slot after the other."""
-    writers = [getattr(buffer, "_writer", None) for buffer in getattr(storage, "_attached_entities_list", ())]
-    return all(isinstance(writer, RoundRobinWriter | ImmutableDatasetWriter | None) for writer in writers)
 
 
 def expands_draws(buffer: Any) -> bool:

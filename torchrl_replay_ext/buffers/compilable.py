@@ -13,7 +13,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
 from torchrl.envs import Compose
 
-from torchrl_replay_ext._torchrl import count_sample, expands_draws, has_generations, set_entries, stored_data
+from torchrl_replay_ext._torchrl import count_sample, expands_draws, set_entries, stored_data
 from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
 from torchrl_replay_ext.compilation import is_traced, where_int64
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
@@ -138,9 +138,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def _reads_columns(self) -> bool:
         """True if a batch is the stored columns at the drawn index, which needs none of TorchRL's further steps."""
         storage = self._storage
-        if self._prefetch or self._pin_memory or self._has_transforms:
+        if self._prefetch or self._pin_memory or self._has_transforms or self._writer.tracks_generations:
             return False
-        return storage.ndim == 1 and type(stored_data(storage)) is TensorDict and not has_generations(self._writer)
+        return storage.ndim == 1 and type(stored_data(storage)) is TensorDict
 
     def _notify_replay_state_change(self) -> None:
         # torch cannot trace the condition variable that wakes other threads; they must not wait while a graph runs

@@ -10,7 +10,7 @@ from tensordict import is_tensor_collection
 from torch import Tensor
 from torchrl.data.replay_buffers import Sequence
 
-from torchrl_replay_ext._torchrl import next_step_value, shape_and_device, stored_data
+from torchrl_replay_ext._torchrl import next_step, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, where_int64
 from torchrl_replay_ext.samplers.slot_index import row_major
 
@@ -92,7 +92,7 @@ def _first(mask: Tensor) -> Tensor:
 
 def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tuple[Tensor, Tensor]:
     """The number of steps from ``time`` [n] to the newest and to the oldest stored step, int64 [n] each."""
-    following: Any = next_step_value(storage)
+    following: Any = next_step(storage)
     written = storage.num_rows // columns
     oldest = where_int64(written >= steps, torch.zeros_like(written) + following, torch.zeros_like(written))
     newest = oldest + written - 1

@@ -24,7 +24,6 @@ class Layout(NamedTuple):
 
     Args:
         shape: shape of the storage. The first dimension is the ring; the product of the others is the number of lanes.
-        size: number of slots for which state is kept, at least the product of ``shape``.
         device: device of the state.
         for_graphs: True if compiled graphs use the state; all state must then be in tensors. Default: False.
         known: True if ``shape`` was read from a storage, False if it is a guess before the first write. Default:
@@ -34,7 +33,6 @@ class Layout(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    size: int
     device: torch.device
     for_graphs: bool = False
     known: bool = False
@@ -61,8 +59,8 @@ class Layout(NamedTuple):
         return math.prod(self.shape[1:])
 
     @property
-    def num_slots(self) -> int:
-        """Number of slots of the storage."""
+    def size(self) -> int:
+        """Number of slots."""
         return math.prod(self.shape)
 
     def lanes(self, num_streams: int) -> tuple[int, int, bool]:
@@ -71,6 +69,6 @@ class Layout(NamedTuple):
             return self.steps, self.slots_per_step, False
         return self.steps, num_streams, num_streams > 1
 
-    def slots_at(self, steps: Tensor) -> Tensor:
-        """Slots of ``steps`` [n] of the ring, int64 [n, lanes]."""
-        return steps.unsqueeze(1) * self.slots_per_step + torch.arange(self.slots_per_step, device=self.device)
+    def slots_from(self, step: int, count: int) -> Tensor:
+        """The next ``count`` slots of the ring from ``step`` on, int64 [count]."""
+        return (step * self.slots_per_step + torch.arange(count, device=self.device)) % self.size

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
+from torchrl_replay_ext.core.write_log import WriteLog, WriteObserver
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -18,7 +19,7 @@ def as_float32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-class Priorities:
+class Priorities(WriteObserver):
     """The priority d = max(|δ| + eps, min_priority) of each slot, and the priority of new transitions.
 
     New transitions get the largest d seen so far, at least max(1, min_priority). With ``within_buffer`` they get the
@@ -26,8 +27,7 @@ class Priorities:
     kept.
 
     Args:
-        size: number of slots.
-        device: device of the tensors.
+        log: the generations of the slots.
         eps: constant added to |δ|.
         td_error: ``"squared"`` if updates contain δ², ``"absolute"`` if they contain |δ|.
         within_buffer: see above.
@@ -36,15 +36,17 @@ class Priorities:
 
     def __init__(
         self,
-        size: int,
-        device: torch.device,
+        log: WriteLog,
         *,
         eps: float,
         td_error: TDError,
         within_buffer: bool,
         min_priority: float = 0.0,
     ):
+        self._log, size, device = log, log.layout.size, log.layout.device
         self.eps, self.td_error, self.within_buffer, self.smallest = eps, td_error, within_buffer, min_priority
+        # the priority of new transitions before the first update
+        self._first = max(1.0, min_priority)
         # d of each slot, float32; negative if the transition was never updated
         self.of_slot = torch.zeros(size, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
@@ -54,13 +56,17 @@ class Priorities:
         # d of each updated slot, as the bits of the float32 number: positive floats and their bits have the same order
         self._updated = MaxTree(size, device=device) if within_buffer else None
 
-    @property
-    def _first(self) -> float:
-        """The priority of new transitions before the first update."""
-        return max(1.0, self.smallest)
+    def largest_so_far(self) -> float:
+        """The largest d of a stored or a new transition. O(N)."""
+        return max(self.largest.item(), self.of_slot.abs().max().item())
 
-    def exclude(self, slots: Tensor) -> None:
-        """Exclude ``slots`` [n], which are being overwritten, from the largest priority within the buffer."""
+    def insert(self, slots: Tensor, priority: Tensor, rows: object) -> None:
+        """Exclude ``slots`` [n] too, until their first update."""
+        if self._updated is not None:
+            self.remove(slots)
+
+    def remove(self, slots: Tensor) -> None:
+        """Exclude ``slots`` [n], which become empty or are overwritten, from the largest priority within the buffer."""
         if self._updated is not None:
             self._set_bits(slots, torch.zeros_like(slots))
 
@@ -82,7 +88,7 @@ class Priorities:
         """The bits of d [n] as int64, in the same order as d; 0 for transitions that were never updated."""
         return priority.clamp_min(0.0).view(torch.int32).to(torch.int64)
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Restore the initial state."""
         self.largest.fill_(self._first)
         self.of_slot.zero_()
@@ -100,9 +106,9 @@ class Priorities:
             self._updated.rebuild_()
             self.recount(torch.arange(len(self.of_slot), device=self.of_slot.device))
 
-    def check_valid(self, generation: Tensor) -> None:
-        """Raise AssertionError if the state is inconsistent, also with ``generation`` [size]. O(N)."""
-        if bool(((generation == 0) & (self.of_slot != 0)).any()):
+    def check_valid(self) -> None:
+        """Raise AssertionError if the state is inconsistent. O(N)."""
+        if bool(((self._log.generation == 0) & (self.of_slot != 0)).any()):
             raise AssertionError("Priorities: an empty slot has a priority")
         # the priority of a new transition is the largest priority at the time of its write
         if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):

@@ -1,8 +1,8 @@
-"""A log of the writes to a buffer: the ring position and the generation of each slot."""
+"""State that is updated at each write to a buffer, and a log of the writes: ring position and generations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,54 @@ from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
 
-# Value of last_seen_step before the first write.
-UNKNOWN = -1
+if TYPE_CHECKING:
+    from torchrl_replay_ext.samplers.rows import RowView
+
+
+class WriteObserver:
+    """State that is updated at each write to the slots of a buffer. The methods do nothing by default."""
+
+    # True if the order of the writes matters: the buffer then needs a round-robin writer
+    needs_order = False
+
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
+
+        The write is recorded afterwards: generations and priorities are still those before it.
+
+        Args:
+            slots: int64 [n], in the order of writing, n <= number of slots.
+            priority: d of a new transition, float64 [1].
+            rows: the rows at ``slots``.
+
+        Raises:
+            KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
+        """
+
+    def remove(self, slots: Tensor) -> None:
+        """Remove ``slots`` [n], without duplicates, oldest first."""
+
+    def before_full_overwrite(self) -> None:
+        """Called before a write with more rows than slots, of which only the last rows are inserted."""
+
+    def before_ingest(self, count: int, next_slot: int) -> None:
+        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
+
+    def clear(self) -> None:
+        """Remove all slots."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state to save. It is restored in place."""
+        return {}
+
+    def raise_numbers(self, last: int) -> None:
+        """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
+
+    def rebuild(self) -> None:
+        """Recompute derived state after :meth:`tensors` were replaced."""
+
+    def check_valid(self) -> None:
+        """Raise AssertionError if the state is inconsistent. O(N)."""
 
 
 class RingWrite(NamedTuple):
@@ -26,7 +72,7 @@ class RingWrite(NamedTuple):
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         expected: the step after the last one that the log has seen; -1 before the first write.
-        cursor: the step that the buffer's writer fills next; -1 if unknown.
+        cursor: the step that the buffer's writer fills next; -1 without a round-robin writer.
     """
 
     slots_as_index: Array
@@ -38,7 +84,7 @@ class RingWrite(NamedTuple):
     cursor: int
 
 
-class WriteLog:
+class WriteLog(WriteObserver):
     """Records the writes to a buffer: the ring position and the generation of each slot.
 
     Writes are numbered from 1. The generation of a slot is the number of the write that filled it, or 0 if the slot is
@@ -62,12 +108,10 @@ class WriteLog:
         state = self.generation, self.num_writes, self.draws, self.num_draws
         # what kernels take: these, and the empty arrays that stand for draws, numbers, weights and stamps
         self.views = Views(*state, self.draws[:0].clone(), *nothing)
-        # the step of the ring at which the last write ended; only kept if the order of the writes matters
-        self.last_seen_step = torch.full((), UNKNOWN, dtype=torch.int64, device=layout.counters)
-        # the number of writes at the last clear(), and True if it is known that there were later ones; always on the
-        # CPU, where reading is cheap
-        self._cleared_at = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._has_writes = torch.zeros(1, dtype=torch.bool, device="cpu")
+        # the step of the ring at which the last write ended, or -1; only kept if the order of the writes matters
+        self.last_seen_step = torch.full((), -1, dtype=torch.int64, device=layout.counters)
+        # True if slots are known to hold transitions; always on the CPU, where reading is cheap
+        self._is_used = torch.zeros(1, dtype=torch.bool, device="cpu")
         # the index in the notification of the last write, and its slots
         self._announced: int | Tensor | None = None
         self._written: Array | None = None
@@ -75,12 +119,11 @@ class WriteLog:
     @property
     def is_empty(self) -> bool:
         """True if there was no write since the log was created or cleared."""
-        if self._has_writes.item():
+        if self._is_used.item():
             return False
-        # a graph that writes changes only num_writes
-        is_empty = self.num_writes.item() == self._cleared_at.item()
-        self._has_writes.fill_(not is_empty)
-        return is_empty
+        # a graph that writes changes only the generations
+        self._is_used.fill_(bool(self.generation.any()))
+        return not self._is_used.item()
 
     def stored_slots(self) -> Tensor:
         """Slots that are not empty, int64 [n]."""
@@ -161,50 +204,30 @@ class WriteLog:
 
     # --- the ring
 
-    def see_step(self, step: int | Tensor) -> None:
-        """Set the step of the ring at which the last write ended."""
-        if isinstance(step, Tensor):
-            self.last_seen_step.copy_(step)
-        else:
-            self.last_seen_step.fill_(step)
-
-    def locate(self, slots: Tensor, cursor: int | Tensor | None, *, in_order: bool) -> RingWrite:
+    def locate(self, slots: Tensor, cursor: int | Tensor | None) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring.
 
         Args:
             slots: int64 [n].
-            cursor: see :class:`RingWrite`; None: unknown.
-            in_order: False if the order of writes does not matter; ``expected`` and ``cursor`` are then unknown.
+            cursor: see :class:`RingWrite`. None: the order of the writes does not matter.
         """
         lanes, index = self.layout.slots_per_step, as_index(slots)
-        seen, cursor = (self.last_seen_step, -1 if cursor is None else cursor) if in_order else (UNKNOWN, -1)
+        seen, cursor = (-1, -1) if cursor is None else (self.last_seen_step, cursor)
         if isinstance(index, slice):
-            first, last = smallest, largest = index.start, index.stop - 1
+            numbers = index.start, index.stop - 1, index.start, index.stop - 1, seen, cursor
         elif isinstance(index, np.ndarray):
-            first, last, smallest, largest = map(int, (index[0], index[-1], index.min(), index.max()))
+            numbers = index[0], index[-1], index.min(), index.max(), seen, cursor
         else:
             numbers = read(slots[0], slots[-1], *torch.aminmax(slots), seen, cursor)
-            first, last, smallest, largest, seen, cursor = numbers
-        seen = int(seen)
+        first, last, smallest, largest, seen, cursor = map(int, numbers)
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
-        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, int(cursor))
+        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
     def is_rewrite(self, count: int, write: RingWrite) -> bool:
-        """True if a write of ``count`` rows changed stored rows in place: the writer is not where it would be else.
-
-        If the place of the writer is unknown, stored rows count as changed unless they are next in the ring.
-        """
-        if write.cursor < 0:
-            is_next = write.expected in (-1, write.first)
-        else:
-            is_next = (write.last + 1) % self.layout.steps == write.cursor
-            is_next &= write.cursor != write.expected or count >= self.layout.num_slots
+        """True if a write of ``count`` rows changed stored rows in place: the buffer's writer has not written them."""
+        is_next = (write.last + 1) % self.layout.steps == write.cursor
+        is_next &= write.cursor != write.expected or count >= self.layout.size
         return not is_next and bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
-
-    def steps_between(self, first: int, end: int) -> Tensor:
-        """The steps of the ring from ``first`` up to, but without, ``end``; int64 [n]."""
-        steps = self.layout.steps
-        return (first + torch.arange((end - first) % steps, device=self.layout.device)) % steps
 
     # --- state
 
@@ -212,9 +235,8 @@ class WriteLog:
         """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
         self._make_draws_late()
         self.generation.zero_()
-        self._cleared_at.copy_(self.num_writes)
-        self._has_writes.fill_(False)
-        self.last_seen_step.fill_(UNKNOWN)
+        self._is_used.fill_(False)
+        self.last_seen_step.fill_(-1)
         self._announced = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -222,7 +244,6 @@ class WriteLog:
         return {
             "generation": self.generation,
             "num_writes": self.num_writes,
-            "num_writes_at_clear": self._cleared_at,
             "last_step": self.last_seen_step,
         }
 
@@ -230,7 +251,6 @@ class WriteLog:
         """Raise the numbers of all writes by ``last``, so that batches drawn before a load carry none of them."""
         self.generation.add_(last * (self.generation > 0))
         self.num_writes.add_(last)
-        self._cleared_at.add_(last)
 
     def _make_draws_late(self) -> None:
         """Count all draws as draws of contents that were overwritten."""
@@ -241,19 +261,16 @@ class WriteLog:
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
         self._make_draws_late()
-        self._has_writes.fill_(False)
+        self._is_used.fill_(False)
         self._announced = None
 
     def check_valid(self) -> None:
         """Raise AssertionError if the log is inconsistent. O(N)."""
-        check_counts("WriteLog", self.generation, self.num_writes, self._cleared_at, self.last_seen_step + 1)
+        check_counts("WriteLog", self.generation, self.num_writes, self.last_seen_step + 1)
         if bool((self.generation > self.num_writes).any()):
             raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
-        cleared_at = self._cleared_at.to(self.generation.device)
-        if bool(((self.generation > 0) & (self.generation <= cleared_at)).any() | (cleared_at > self.num_writes).any()):
-            raise AssertionError("WriteLog: a slot was written before the log was cleared, or that is yet to come")
-        if bool(self.generation[self.layout.num_slots :].any()) or int(self.last_seen_step) >= self.layout.steps:
-            raise AssertionError("WriteLog: a slot beyond the storage holds a transition")
+        if int(self.last_seen_step) >= self.layout.steps:
+            raise AssertionError("WriteLog: the last write ended beyond the storage")
 
     def __getstate__(self) -> dict[str, object]:
         # the update that follows a write comes from the same process

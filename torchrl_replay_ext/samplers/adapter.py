@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, get_args
@@ -19,13 +20,15 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
 from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import ShardRows, Sums
 from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
-from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, PriorityArguments, SlotState
+from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, SlotState
 from torchrl_replay_ext.samplers.slot_updates import NO_TD_ERROR, td_errors
+from torchrl_replay_ext.samplers.wrapper import delegated
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
@@ -57,7 +60,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         eps, min_priority, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
             Defaults: 0.0, 0.0, ``"absolute"`` and False.
         validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
-        on_bind: called with each new storage; returns True if the distribution must be created again. Default: None.
     """
 
     # the class that errors name
@@ -68,6 +70,12 @@ class DistributionSampler(ShowsArguments, Sampler):
     reduction = "max"
     # read by CompilableReplayBuffer: samples carry the generation of each row
     takes_stamps = True
+    # what TorchRL's buffers pass for rows without TD errors; such rows keep their priorities
+    default_priority = NO_TD_ERROR  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    # True if draws depend on TD errors. If False, update_priority does nothing
+    takes_priorities = delegated("distribution", "takes_priorities", read_only=True)
+    # True if writes have the same effect in a graph as outside
+    writes_in_graphs = delegated("distribution", "writes_in_graphs", read_only=True)
     _bound: Storage | None = None
     # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
@@ -83,7 +91,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         td_error: TDError = "absolute",
         max_priority_within_buffer: bool = False,
         validate: bool = False,
-        on_bind: Callable[[Storage], bool] | None = None,
     ):
         name = self.owner
         if capacity is not None:
@@ -91,8 +98,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         require_choice(name, "td_error", td_error, get_args(TDError))
         require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
         require_bool(name, "validate", validate)
-        self.capacity, self._validate = capacity, validate
-        self._priority_arguments = PriorityArguments(
+        self.capacity, self.make, self._make_observers = capacity, make, list[MakeObserver]()
+        self._make_priorities = partial(
+            Priorities,
             eps=require_finite(name, "eps", eps),
             td_error=td_error,
             within_buffer=max_priority_within_buffer,
@@ -102,8 +110,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             key: value if isinstance(value, Hyperparameter) else make_exponents(name, **{key: value})[key]
             for key, value in hyperparameters.items()
         }
-        self.make, self._make_observers, self._on_bind = make, list[MakeObserver](), on_bind
-        self._set_up(Layout((capacity or 1,), capacity or 1, torch.device("cpu")))
+        self._set_up(Layout((capacity or 1,), torch.device("cpu"), validate=validate))
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -115,9 +122,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             raise TypeError(f"{cls.__name__}: a subclass of a sampler with TD errors expects them too.")
 
     def _set_up(self, layout: Layout) -> None:
-        layout = layout._replace(validate=self._validate)
-        arguments = self._make_observers, self.hyperparameters, self._priority_arguments
-        self.state = SlotState(self.owner, layout, self.make, *arguments)
+        make = self._make_priorities, self.make, self._make_observers
+        self.state = SlotState(self.owner, layout, *make, self.hyperparameters)
         self.layout, self.distribution = layout, self.state.distribution
 
     def observe(self, make: MakeObserver) -> None:
@@ -125,14 +131,14 @@ class DistributionSampler(ShowsArguments, Sampler):
         if not self.state.log.is_empty:
             raise RuntimeError(f"{self.owner}: this sampler belongs to another buffer; create one sampler for each.")
         self._make_observers.append(make)
-        self.state.observe(make)
+        self._bound = None
+        self._set_up(self.layout)
 
     # --- the storage
 
-    @property
-    def _shape(self) -> tuple[int, ...] | None:
-        """Shape of the storage; None if unknown."""
-        return self.layout.shape if self.layout.known else None
+    def _find_parts(self, storage: Storage) -> bool:
+        """Called with each new storage; returns True if the distribution must be created again."""
+        return False
 
     def bind(self, storage: Storage | None) -> None:
         """Adopt the shape and the device of the storage as soon as they are known."""
@@ -141,15 +147,14 @@ class DistributionSampler(ShowsArguments, Sampler):
         name = self.owner
         if self._bound is not None and not self.state.log.is_empty:
             raise RuntimeError(f"{name}: this sampler belongs to another storage; create one sampler for each buffer.")
-        is_new = self._on_bind is not None and self._on_bind(storage)
-        layout = layout_of(name, storage, self.capacity)
+        is_new = self._find_parts(storage)
+        layout = layout_of(name, storage, self.capacity, validate=self.layout.validate)
         if layout is None:
             return
-        if self._shape not in (None, layout.shape):
+        if not self.state.log.is_empty and layout.shape != self.layout.shape:
             raise ValueError(
-                f"{name}: the sampler's state is for a storage of shape {self._shape}, not {layout.shape}."
+                f"{name}: the sampler's state is for a storage of shape {self.layout.shape}, not {layout.shape}."
             )
-        layout = layout._replace(validate=self._validate)
         if layout != self.layout._replace(known=True) or is_new:
             if self._is_spawned:
                 raise RuntimeError(
@@ -178,16 +183,15 @@ class DistributionSampler(ShowsArguments, Sampler):
             raise TypeError(f"{other}; use CompilableReplayBuffer with CompilableTensorStorage.")
 
     def synchronize(self, storage: Storage | None) -> bool:
-        """Synchronize the state with the storage; True if stored transitions were added to the state by this call."""
-        if is_traced():
+        """Bring the state up to date with the storage; in a graph, only check both. Returns True in a graph."""
+        in_graph = is_traced()
+        if in_graph:
             self.require_bound(storage)
-            return False
-        return self._synchronize(storage)
-
-    def _synchronize(self, storage: Storage | None) -> bool:
-        if storage is not self._bound:
-            self.bind(storage)
-        return self.state.synchronize(storage)
+        else:
+            if storage is not self._bound:
+                self.bind(storage)
+            self.state.synchronize(storage)
+        return in_graph
 
     # --- writes
 
@@ -196,20 +200,21 @@ class DistributionSampler(ShowsArguments, Sampler):
         if is_traced():
             self.require_bound(storage)
             slots = self.flat_slots(index)
-            self.state.insert(slots[-self.layout.num_slots :], storage)
+            self.state.insert(slots[-self.layout.size :], storage)
             if self.state.needs_order:
-                self.state.log.see_step(slots[-1] // self.layout.slots_per_step)
+                self.state.log.last_seen_step.copy_(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
         slots = flat_slots(self.owner, index, self.layout)
         if isinstance(_torchrl.stored_data(storage), list):
-            require_fitting_items(self.owner, storage, slots.tolist(), self.layout.num_slots)
+            require_fitting_items(self.owner, storage, slots.tolist(), self.layout.size)
         self.state.write(index, slots, storage)
 
     def discard(self, index: Tensor) -> None:
         """Remove rows: they were overwritten by a write that failed."""
         if self._bound is not None:
-            self.state.discard(self.flat_slots(index))
+            slots = self.flat_slots(index)
+            self.state.remove(slots[self.state.generation(slots) > 0])
 
     # --- draws
 
@@ -236,20 +241,16 @@ class DistributionSampler(ShowsArguments, Sampler):
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        in_graph = is_traced()
-        if in_graph:
-            self.require_bound(storage)
-        else:
-            self._synchronize(storage)
-            if self.state.log.is_empty:
-                raise RuntimeError(f"{name}: cannot sample from an empty storage.")
+        in_graph = self.synchronize(storage)
+        if not in_graph and self.state.log.is_empty:
+            raise RuntimeError(f"{name}: cannot sample from an empty storage.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
                 "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
             )
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
-        if self._validate and density is not None and not values_can_be_read(density):
+        if self.layout.validate and density is not None and not values_can_be_read(density):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
@@ -292,8 +293,9 @@ class DistributionSampler(ShowsArguments, Sampler):
     @property
     def largest_td_error(self) -> float:
         """The largest TD error that an update may contain."""
-        limit = max(self.distribution.max_supported_priority - self._priority_arguments["eps"], 0.0)
-        return limit**2 if self._priority_arguments["td_error"] == "squared" else limit
+        priorities = self.state.priorities
+        limit = max(self.distribution.max_supported_priority - priorities.eps, 0.0)
+        return limit**2 if priorities.td_error == "squared" else limit
 
     def schedules(self) -> dict[str, list]:
         """The states of all schedules by name; empty if no hyperparameter is annealed."""
@@ -309,8 +311,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype))
         for name, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
-        self.state.hyperparameters_changed()
-        self.state.reweight()
+        self.state.updates.hyperparameters_changed()
+        self.distribution.reweight(None)
 
     def count_update(self) -> None:
         """Count an update of which no row lies in this shard, so that schedules advance alike in all shards."""
@@ -339,21 +341,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         return slots if slots.device == self.layout.device else to_device(slots, self.layout.device)
 
     # --- priorities
-
-    @property
-    def default_priority(self) -> float:
-        """The number that TorchRL's buffers pass for rows without TD errors. Such rows keep their priorities."""
-        return NO_TD_ERROR
-
-    @property
-    def takes_priorities(self) -> bool:
-        """True if draws depend on TD errors. If False, :meth:`update_priority` does nothing."""
-        return self.distribution.takes_priorities
-
-    @property
-    def writes_in_graphs(self) -> bool:
-        """True if writes have the same effect in a graph as outside."""
-        return self.distribution.writes_in_graphs
 
     def update_priority(
         self,
@@ -384,13 +371,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             return
         if stamp is not None:
             stamp = stamp.to(self.layout.device)
-        if is_traced():
-            self.require_bound(storage)
-            slots = self.flat_slots(index)
-            error = torch.as_tensor(priority, device=self.layout.device).detach().to(torch.float32).reshape(-1)
-            self.state.updates.apply(index, slots, error.expand(slots.shape[0]), stamp)
-            return
-        self._synchronize(storage)
+        self.synchronize(storage)
         if not self.layout.known and self.state.log.is_empty:
             raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
         slots = self.flat_slots(index)
@@ -449,7 +430,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             self.distribution.sync()
             state = {key: value.clone() for key, value in self.state.tensors().items()}
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
-        return state | {"storage_shape": torch.tensor(self._shape or (), dtype=torch.int64)}
+        return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
@@ -467,7 +448,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def _load(self, call: str, state: dict[str, Any]) -> None:
         saved_state.require_keys(call, state, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
-        layout = saved_state.layout_of_state(call, state, self.layout, self.capacity)
+        layout = saved_state.layout_of_state(call, state, self.layout)
         num_writes = int(self.state.log.num_writes)
         if layout not in (None, self.layout):
             self._set_up(layout)
@@ -494,7 +475,7 @@ class DistributionSampler(ShowsArguments, Sampler):
     def __repr__(self) -> str:
         values = [f"capacity={self.capacity}", *self._repr_values()]
         if self.takes_priorities:
-            values.append(f"td_error={self._priority_arguments['td_error']!r}")
+            values.append(f"td_error={self.state.priorities.td_error!r}")
         return f"{type(self).__name__}({', '.join(values)})"
 
     def _repr_values(self) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
-from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_log import WriteLog, WriteObserver
 from torchrl_replay_ext.samplers.rows import RowView
 
 __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "WriteObserver"]
@@ -80,58 +80,7 @@ class ShardRows(NamedTuple):
     count: Tensor | None
 
 
-class WriteObserver(ABC):
-    """State that is updated at each write to the slots of a buffer."""
-
-    # True if the order of the writes matters: the buffer then needs a round-robin writer
-    needs_order = False
-
-    @abstractmethod
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
-
-        The write is recorded afterwards: generations and priorities are still those before it.
-
-        Args:
-            slots: int64 [n], in the order of writing, n <= number of slots.
-            priority: d of a new transition, float64 [1].
-            rows: the rows at ``slots``.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
-        """
-
-    @abstractmethod
-    def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], without duplicates, oldest first."""
-
-    def before_full_overwrite(self) -> None:
-        """Called before a write with more rows than slots, of which only the last rows are inserted."""
-
-    def before_ingest(self, count: int, next_slot: int) -> None:
-        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove all slots."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """The state to save. It is restored in place."""
-
-    def raise_numbers(self, last: int) -> None:
-        """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
-
-    @abstractmethod
-    def rebuild(self) -> None:
-        """Recompute derived state after :meth:`tensors` were replaced."""
-
-    @abstractmethod
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""
-
-
-class Distribution(WriteObserver):
+class Distribution(WriteObserver, ABC):
     """A probability distribution over slots. It does not access the storage.
 
     In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
@@ -150,8 +99,8 @@ class Distribution(WriteObserver):
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # the parts of a tree of d^α that the kernels of writes and updates change too, see :attr:`PowerTree.parts`; empty
-    # without such a tree
+    # a tree of d^α that the kernels of writes and updates change too: its tensors, the number of leaves, and a tensor
+    # that begins with α; empty without such a tree
     power_parts: Sequence[Tensor | int] = ()
     # further state that is updated at each write, before this one
     parts: Sequence[WriteObserver] = ()
@@ -163,13 +112,12 @@ class Distribution(WriteObserver):
         return torch.finfo(torch.float32).max
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Update priorities. Not called if :attr:`takes_priorities` is False.
+        """Update what depends on priorities. Not called if :attr:`takes_priorities` is False. Default: do nothing.
 
         Args:
             slots: int64 [n], each slot once; rows of slot -1 are skipped (in eager code on the CPU there are none).
             priority: d of each slot, float32 [n].
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no priorities.")
 
     @abstractmethod
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:

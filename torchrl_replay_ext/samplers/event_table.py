@@ -190,11 +190,9 @@ class EventTableSampler(DistributionSampler):
             beta=hyperparameters.get("beta"),
             **further,
         )
-        super().__init__(
-            None, make, hyperparameters=hyperparameters, on_bind=self._find_tables, validate=validate, **settings
-        )
+        super().__init__(None, make, hyperparameters=hyperparameters, validate=validate, **settings)
 
-    def _find_tables(self, storage: Storage) -> bool:
+    def _find_parts(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
         tables = getattr(storage, STORAGE_ATTRIBUTE, None)
         if tables is None:
@@ -225,7 +223,7 @@ class EventTableSampler(DistributionSampler):
             before = self._shares.current.clone()
             self._shares.set(value)
             if self._correction == "priority" and not torch.equal(before, self._shares.current):
-                self.state.reweight()
+                self.distribution.reweight(None)
 
     @property
     def event_share(self) -> float:

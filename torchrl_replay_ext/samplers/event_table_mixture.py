@@ -91,7 +91,7 @@ class EventTableMixture(Distribution):
         self._least_counts, self._min_sizes = min_sizes.tolist(), min_sizes.to(self._device)
         # pinned tables choose the slots of new transitions
         self.slots_in_ring_order = not tables.is_pinned
-        self._is_bound = layout.known and layout.num_slots == layout.size
+        self._is_bound = layout.known
         if self._is_bound:
             tables.allocate(layout.size, self._device)
         self._view = TableView(tables, self._device)

@@ -16,136 +16,57 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import Distribution, Draw, ShardRows, Sums
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
 
 
-class PowerTree:
-    """The masses d^α of all slots in a sum tree, which the kernels of writes and updates change.
+class PowerDistribution(Distribution):
+    """Base class of distributions that draw from a sum tree of the masses d^α.
 
-    Args:
-        log: the generations of the slots.
-        priorities: d of the slots.
-        alpha: the exponent.
-        track_min: keep track of the smallest mass. Default: False.
-    """
-
-    def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
-        self._log, self._priorities, self._alpha = log, priorities, alpha
-        self._size = log.layout.size
-        self.tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
-        # the tensors of the tree, the number of leaves, and the exponent first
-        self.parts = *self.tree.tensors(), self._size, alpha.tensor
-
-    @property
-    def max_supported_priority(self) -> float:
-        """The largest d whose d^α can be represented."""
-        return largest_priority(self.tree, self._alpha)
-
-    def reweight(self, slots: Tensor | None) -> None:
-        """Recompute the masses of ``slots`` [n] (None: all) with the current α."""
-        generation, priority = self._log.generation, self._priorities.of_slot
-        if slots is None:
-            # float64, because above 1 the rounding of a float32 exceeds a unit of mass
-            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
-            self.tree.leaves[: self._size] = mass * (generation > 0)
-            self.tree.rebuild_()
-            return
-        in_use = gather_in_bounds(generation, slots) > 0
-        priority = gather_in_bounds(priority, slots).abs()
-        self.tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
-
-    def draw_in_shard(self, wanted: ShardRows) -> tuple[Tensor, Tensor]:
-        """The slots of a joint draw, int64 [n], and their probabilities in it, float64 [n]; see :class:`Distribution`.
-
-        Both are empty if all masses are 0.
-        """
-        total = self.tree.total().double()
-        if not total:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-        slots, mass = self.tree.draw(wanted.u)
-        return slots, mass * (wanted.probability[0] / total)
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if sums are wrong, or an empty slot can be drawn. O(N)."""
-        self.tree.check_valid()
-        if bool(((self.tree.leaves[: self._size] > 0) & (self._log.generation == 0)).any()):
-            raise AssertionError("PowerTree: an empty slot can be drawn")
-
-
-def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
-    """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
-    # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
-    return min(tree.max_supported_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
-
-
-class Proportional(Distribution):
-    """P(i) = d_i^α / Σ_k d_k^α.
+    The kernels of writes and updates change the masses.
 
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent.
-        stratified: draw one slot from each of B segments of equal mass.
-        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
+        track_min: keep track of the smallest mass. Default: False.
     """
 
     why_not_joint = None
 
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities,
-        *,
-        alpha: Hyperparameter,
-        stratified: bool,
-        weight_norm: WeightNorm,
-    ):
-        self._log, self._stratified, self._tracks_min = log, stratified, weight_norm == "buffer"
-        self._power = PowerTree(log, priorities, alpha, track_min=self._tracks_min)
-        self._tree, self.power_parts = self._power.tree, self._power.parts
+    def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
+        self._log, self._priorities, self._alpha = log, priorities, alpha
+        self._size = log.layout.size
+        self._tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
+        self.power_parts = *self._tree.tensors(), self._size, alpha.tensor
 
     @property
     def max_supported_priority(self) -> float:
-        return self._power.max_supported_priority
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        pass
-
-    def remove(self, slots: Tensor) -> None:
-        pass
-
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        pass
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
-        slots, mass, minima = self._tree.walk(u)
-        return Draw(slots, mass, minima if self._tracks_min else None)
-
-    def sums(self) -> Sums:
-        return Sums(self._tree.total().double().reshape(1), self._smallest() if self._tracks_min else None)
-
-    def _smallest(self) -> Tensor:
-        smallest = self._tree.min() if self._tree.total() else math.inf
-        return torch.as_tensor(smallest, dtype=torch.float64)
-
-    def plan(
-        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
-        return table, stratified_uniform(num_rows, device=u.device, generator=generator) if self._stratified else u, eta
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        return Draw(*self._power.draw_in_shard(wanted))
+        return largest_priority(self._tree, self._alpha)
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()
 
     def reweight(self, slots: Tensor | None) -> None:
-        self._power.reweight(slots)
+        generation, priority = self._log.generation, self._priorities.of_slot
+        if slots is None:
+            # float64, because above 1 the rounding of a float32 exceeds a unit of mass
+            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
+            self._tree.leaves[: self._size] = mass * (generation > 0)
+            self._tree.rebuild_()
+            return
+        in_use = gather_in_bounds(generation, slots) > 0
+        priority = gather_in_bounds(priority, slots).abs()
+        self._tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
+
+    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        total = self._tree.total().double()
+        if not total:
+            return Draw(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
+        slots, mass = self._tree.draw(wanted.u)
+        return Draw(slots, mass * (wanted.probability[0] / total))
 
     def clear(self) -> None:
         self._tree.clear_()
@@ -157,7 +78,54 @@ class Proportional(Distribution):
         self._tree.rebuild_()
 
     def check_valid(self) -> None:
-        self._power.check_valid()
+        self._tree.check_valid()
+        if bool(((self._tree.leaves[: self._size] > 0) & (self._log.generation == 0)).any()):
+            raise AssertionError(f"{type(self).__name__}: an empty slot can be drawn")
+
+
+def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
+    """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
+    # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
+    return min(tree.max_supported_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
+
+
+class Proportional(PowerDistribution):
+    """P(i) = d_i^α / Σ_k d_k^α.
+
+    Args:
+        log, priorities: the state of the slots.
+        alpha: the exponent.
+        stratified: draw one slot from each of B segments of equal mass.
+        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
+    """
+
+    def __init__(
+        self,
+        log: WriteLog,
+        priorities: Priorities,
+        *,
+        alpha: Hyperparameter,
+        stratified: bool,
+        weight_norm: WeightNorm,
+    ):
+        self._stratified, self._tracks_min = stratified, weight_norm == "buffer"
+        super().__init__(log, priorities, alpha, track_min=self._tracks_min)
+
+    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
+        u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
+        slots, mass, minima = self._tree.walk(u)
+        return Draw(slots, mass, minima if self._tracks_min else None)
+
+    def sums(self) -> Sums:
+        total = self._tree.total().double()
+        smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
+        return Sums(total.reshape(1), smallest if self._tracks_min else None)
+
+    def plan(
+        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
+        return table, stratified_uniform(num_rows, device=u.device, generator=generator) if self._stratified else u, eta
 
 
 class ProportionalSampler(DistributionSampler):

@@ -56,11 +56,11 @@ class RankBased(Distribution):
     ):
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._stratified, self._segments, self._weight_norm = stratified, segments, weight_norm
-        self._size, self._device = size, device = log.layout.size, log.layout.device
-        self._ranks = RankBuckets(size, device)
+        size, self._device = log.layout.size, log.layout.device
+        self._ranks = RankBuckets(size, self._device)
         # Σ_{r≤k} r^-alpha, and the alpha of this table
-        self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
-        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
+        self._cumulative = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._views = Views(self._cumulative, self._table_alpha)
         self._tabulate(alpha.tensor, 0.0)
         # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
@@ -124,15 +124,12 @@ class RankBased(Distribution):
         density = self._density(rank.clamp_min(0), bounds) * (num > 0)
         return self._ranks.find(rank), density, self._density(begin, bounds).amin().reshape(1)
 
-    def _mass_of(self, num: Tensor) -> Tensor:
-        """Σ_{r≤num} r^-alpha, float64 [1]."""
-        return gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
-
     def _bounds(self, num: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
         parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
+        total = gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
         # a boundary that lies on the end of a rank must not include the next rank because of rounding
-        ends = torch.searchsorted(self._cumulative, parts * self._mass_of(num) * (1 - 1e-12)) + 1
+        ends = torch.searchsorted(self._cumulative, parts * total * (1 - 1e-12)) + 1
         # the last segment ends with the last rank, however small its probability
         ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
         begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])

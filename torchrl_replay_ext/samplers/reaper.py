@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey
@@ -27,9 +27,9 @@ from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, cast, empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums, WriteObserver
+from torchrl_replay_ext.samplers.base import Draw, RowView, ShardRows, Sums, WriteObserver
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
-from torchrl_replay_ext.samplers.proportional import PowerTree
+from torchrl_replay_ext.samplers.proportional import PowerDistribution
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 
 
@@ -224,12 +224,12 @@ class Reliability(WriteObserver):
 
     def check_valid(self) -> None:
         self._episodes.check_valid()
-        slots = torch.arange(self._log.layout.num_slots, device=self._log.layout.device)
+        slots = torch.arange(self._log.layout.size, device=self._log.layout.device)
         if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
             raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
 
 
-class ReliabilityAdjusted(Distribution):
+class ReliabilityAdjusted(PowerDistribution):
     """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α, by rejection: proposals follow d^α and are accepted with probability R^ω.
 
     Args:
@@ -239,7 +239,7 @@ class ReliabilityAdjusted(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    rejects, why_not_joint = True, None
+    rejects = True
 
     def __init__(
         self,
@@ -250,29 +250,18 @@ class ReliabilityAdjusted(Distribution):
         make_reliability: Callable[[WriteLog], Reliability],
         weight_norm: WeightNorm,
     ):
-        self._log, self._weight_norm = log, weight_norm
-        self._num_slots, self._device = log.layout.num_slots, log.layout.device
-        self._power = PowerTree(log, priorities, alpha)
-        self._tree, self.power_parts = self._power.tree, self._power.parts
+        super().__init__(log, priorities, alpha)
+        self._weight_norm, self._device = weight_norm, log.layout.device
         self._reliability = make_reliability(log)
         self.parts = (self._reliability,)
         self._rejection = Rejection(self._tree, self._reliability)
 
     @property
     def max_supported_priority(self) -> float:
-        return min(self._power.max_supported_priority, self._reliability.max_supported_priority)
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        pass
-
-    def remove(self, slots: Tensor) -> None:
-        pass
+        return min(super().max_supported_priority, self._reliability.max_supported_priority)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._reliability.update(slots, priority)
-
-    def reweight(self, slots: Tensor | None) -> None:
-        self._power.reweight(slots)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, density = self._rejection.draw(batch_size, generator)
@@ -283,7 +272,7 @@ class ReliabilityAdjusted(Distribution):
         if self._weight_norm == "batch":
             return None
         result = torch.empty(1, dtype=torch.float64, device=self._device)
-        masses = self._tree.leaves[: self._num_slots]
+        masses = self._tree.leaves[: self._size]
         reaper_smallest(masses, self._reliability.exponent(), result, *self._reliability.arrays())
         return result
 
@@ -296,7 +285,8 @@ class ReliabilityAdjusted(Distribution):
         )
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        slots, probability = self._power.draw_in_shard(wanted)
+        proposals: Any = super().draw_in_shard(wanted, generator)
+        slots, probability = proposals.slots, proposals.density
         factor = self._reliability.factor(slots)
         accepted = uniform(len(slots), device=self._device, generator=generator) < factor
         return Draw(slots[accepted], (probability * factor)[accepted])
@@ -305,19 +295,7 @@ class ReliabilityAdjusted(Distribution):
         self._reliability.note_other_shards(largest_episode)
 
     def density(self, slots: Tensor) -> Tensor:
-        return self._tree.get(slots) * self._reliability.factor(slots)
-
-    def clear(self) -> None:
-        self._tree.clear_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"proposals": self._tree.leaves}
-
-    def rebuild(self) -> None:
-        self._tree.rebuild_()
-
-    def check_valid(self) -> None:
-        self._power.check_valid()
+        return super().density(slots) * self._reliability.factor(slots)
 
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import make_exponents
 from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.compilation import raise_if, uniform
 from torchrl_replay_ext.core.priorities import Priorities
@@ -127,7 +126,7 @@ class RecencySampler(DistributionSampler):
         self._half_life = as_number("RecencySampler", "half_life", half_life)
         if not self._half_life > 0:
             raise ValueError(f"RecencySampler(half_life={half_life}): half_life must be > 0; use math.inf for uniform.")
-        exponents = make_exponents("RecencySampler", beta=as_number("RecencySampler", "beta", beta))
+        exponents = {"beta": as_number("RecencySampler", "beta", beta)}
         make = partial(Recency, half_life=self._half_life)
         super().__init__(capacity, make, hyperparameters=exponents, validate=validate)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, is_tensor_collection
@@ -27,6 +28,7 @@ def stored_tensordict(owner: str, storage: Storage | None) -> Any:
     return data
 
 
+@dataclass(eq=False)
 class RowView:
     """The rows at ``slots`` [n] of a storage.
 
@@ -41,29 +43,22 @@ class RowView:
             :attr:`~torchrl_replay_ext.samplers.base.WriteObserver.needs_order`.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        storage: Storage | None,
-        slots: Tensor,
-        slots_as_index: Array,
-        num_slots: int,
-        is_rewrite: bool,
-    ):
-        self.owner, self.slots, self.slots_as_index = owner, slots, slots_as_index
-        self.is_rewrite, self._storage, self._num_slots = is_rewrite, storage, num_slots
+    owner: str
+    storage: Storage | None
+    slots: Tensor
+    slots_as_index: Array
+    num_slots: int
+    is_rewrite: bool
 
     def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
         """One number per row of each entry, [n], as kernels take them; None for entries that are missing."""
-        if self._storage is None:
-            raise ValueError(f"{self.owner}.mark_update: pass storage=, which is needed to read {keys[0]!r}.")
-        found = _torchrl.entries_of(stored_tensordict(self.owner, self._storage), keys)
+        found = _torchrl.entries_of(stored_tensordict(self.owner, self.storage), keys)
         # in NumPy it takes a third of the time
         in_numpy, columns = not isinstance(self.slots_as_index, Tensor), []
         for key, column in zip(keys, found, strict=True):
             if column is None:
                 columns.append(None)
-            elif column.numel() != self._num_slots:
+            elif column.numel() != self.num_slots:
                 shape = tuple(column.shape)
                 raise ValueError(
                     f"{self.owner}: the entry {key!r} has shape {shape}; one number per transition is needed."
@@ -77,24 +72,22 @@ class RowView:
         """The error for an entry that is not stored; ``why`` says who should have written it."""
         return KeyError(f"{self.owner}: the stored data has no entry {key!r}, {why}")
 
-    def require(self, key: NestedKey, why: str) -> None:
-        """Raise KeyError if an entry is missing."""
-        if stored_tensordict(self.owner, self._storage).get(key, None) is None:
+    def require(self, key: NestedKey, why: str) -> Any:
+        """The stored entry ``key``. Raises KeyError if it is missing."""
+        column = stored_tensordict(self.owner, self.storage).get(key, None)
+        if column is None:
             raise self.missing(key, why)
+        return column
 
     def entry(self, key: NestedKey, why: str) -> Tensor:
         """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
-        storage: Any = self._storage
+        storage: Any = self.storage
         if _torchrl.is_stacked(storage, key):
             return storage.take(self.slots, [key]).get(key).flatten(1)
-        data = _torchrl.stored_data(storage)
-        column = data.get(key, None) if is_tensor_collection(data) else None
-        if column is None:
-            raise self.missing(key, why)
-        return column.reshape(self._num_slots, -1)[self.slots]
+        return self.require(key, why).reshape(self.num_slots, -1)[self.slots]
 
 
-class EpisodeReader:
+class EpisodeReader(NamedTuple):
     """Reads the ends of episodes, the trajectory ids and the first transitions of episodes.
 
     Args:
@@ -103,8 +96,9 @@ class EpisodeReader:
         init_key: entry that marks the first transition of an episode, bool; used if present.
     """
 
-    def __init__(self, *, done_key: NestedKey, traj_key: NestedKey, init_key: NestedKey):
-        self._keys = done_key, traj_key, init_key
+    done_key: NestedKey
+    traj_key: NestedKey
+    init_key: NestedKey
 
     def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
         """Read the entries of ``rows``.
@@ -112,12 +106,12 @@ class EpisodeReader:
         Raises:
             KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
         """
-        ended, trajectory, initial = rows.columns(self._keys)
+        ended, trajectory, initial = rows.columns(self)
         if ended is None:
-            raise rows.missing(self._keys[0], "which the environment writes; pass its name as done_key=.")
+            raise rows.missing(self.done_key, "which the environment writes; pass its name as done_key=.")
         if trajectory is None and needs_ids:
             why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
-            raise rows.missing(self._keys[1], why)
+            raise rows.missing(self.traj_key, why)
         return EpisodeMarks(
             cast(ended, torch.bool),
             None if trajectory is None else cast(trajectory, torch.int64),

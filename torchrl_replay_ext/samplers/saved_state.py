@@ -79,33 +79,28 @@ def contradiction(call: str, error: Exception) -> ValueError:
     return ValueError(f"{call}: entries contradict each other: {error}; the state was damaged.")
 
 
-def layout_of_state(call: str, state: dict[str, Any], current: Layout, capacity: int | None) -> Layout | None:
-    """The layout that a state needs; None if an empty sampler without a storage saved the state.
+def layout_of_state(call: str, state: dict[str, Any], current: Layout) -> Layout | None:
+    """The layout that a state needs; None if it is the state of an empty sampler for another storage.
 
     Args:
         call: the method that error messages name.
         state: the saved state.
         current: the current layout of the sampler.
-        capacity: capacity of the sampler; None if not given.
 
     Raises:
-        ValueError: if the state belongs to a storage of another shape, or has fewer slots than ``capacity``.
+        ValueError: if the state belongs to a storage of another shape.
     """
-    given = state["storage_shape"]
-    size = state["generation"].numel()
-    if given.ndim != 1 or given.dtype != torch.int64 or bool((given < 1).any()) or math.prod(given.tolist()) > size:
+    given, size = state["storage_shape"], state["generation"].numel()
+    if given.ndim != 1 or given.dtype != torch.int64 or bool((given < 1).any()) or math.prod(given.tolist()) != size:
         raise ValueError(
-            f"{call}: storage_shape is {given.tolist()}, expected the positive sizes of a storage of at most {size} "
-            "slots, the length of the entry generation; the state was damaged."
+            f"{call}: storage_shape is {given.tolist()}, expected the positive sizes of a storage of {size} slots, the "
+            "length of the entry generation; the state was damaged."
         )
-    saved = tuple(given.tolist()) or None
-    is_empty = torch.equal(state["num_writes"], state["num_writes_at_clear"])
-    if is_empty and (size < current.size or (saved is None and current.known)):
+    shape = tuple(given.tolist())
+    if shape == current.shape:
+        return current
+    if not bool(state["generation"].any()):
         return None
-    shape = current.shape if current.known else None
-    if shape is not None and saved not in (None, shape):
-        raise ValueError(f"{call}: the state belongs to a storage of shape {saved}, not {shape}.")
-    if capacity is not None and size < capacity:
-        raise ValueError(f"{call}: the state has {size} slots, but the sampler has {capacity}.")
-    shape = saved or shape
-    return current._replace(shape=shape or (size,), size=size, known=shape is not None)
+    if current.known:
+        raise ValueError(f"{call}: the state belongs to a storage of shape {shape}, not {current.shape}.")
+    return current._replace(shape=shape, known=True)

@@ -211,7 +211,7 @@ class SliceStarts(Distribution):
             self.lanes.end_all()
 
     def _stored(self) -> Tensor:
-        return self._log.generation[: self._size] > 0
+        return self._log.generation > 0
 
     def check_valid(self) -> None:
         layout, step, time, stored = self._log.layout, int(self._log.last_seen_step), int(self._time), self._stored()

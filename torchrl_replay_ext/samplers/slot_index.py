@@ -71,25 +71,19 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
     return row_major(coordinates, shape).masked_fill(outside, -1)
 
 
-def require_in_range(owner: str, slots: Tensor, size: int, shape: tuple[int, ...]) -> None:
-    """Raise IndexError if one of ``slots`` [n] is negative or >= ``size``; ``shape`` is for the error message."""
-    outside = (slots < 0) | (slots >= size)
-    if bool(outside.any()):
-        raise out_of_range(owner, int(slots[outside][0]), shape)
-
-
 def out_of_range(owner: str, index: int | list[int], shape: tuple[int, ...]) -> IndexError:
     """The error for an index outside of a storage of shape ``shape``."""
     return IndexError(f"{owner}: index {index} is out of range for a storage of shape {shape}.")
 
 
-def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:
-    """The layout of a storage, with at least ``capacity`` slots; None before the first write to the storage.
+def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: bool) -> Layout | None:
+    """The layout of a storage; None before the first write to the storage.
 
     Args:
         owner: the class that error messages name.
         storage: the storage.
         capacity: capacity of the sampler. None: that of the storage.
+        validate: see :class:`~torchrl_replay_ext.core.layout.Layout`.
 
     Raises:
         ValueError: if the storage holds several transitions per slot, has more slots than ``capacity``, or has no size
@@ -118,7 +112,7 @@ def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | No
             f"{owner}(capacity={capacity}): capacity must not be smaller than the storage, which has {num_slots} "
             "slots; omit capacity to use that of the storage."
         )
-    return Layout(shape, max(capacity or 1, num_slots), device, _torchrl.is_compilable(storage), known=True)
+    return Layout(shape, device, _torchrl.is_compilable(storage), known=True, validate=validate)
 
 
 def _several_transitions(owner: str, shape: tuple[int, ...], ndim: int) -> ValueError:

@@ -62,7 +62,6 @@ class SamplerWrapper(ShowsArguments, Sampler):
     extend = _by_all("extend", "Called after a write of several rows.")
     mark_update = _by_all("mark_update", "Called by the writer after it has written slots.")
     discard = _by_all("discard", "Remove rows: they were overwritten by a write that failed.")
-    synchronize = _by_all("synchronize", "Take shape and device from the storage; called before a compiled draw.")
     check_valid = _by_all("check_valid", "Raise AssertionError if parts of the state contradict each other. O(N).")
 
     @property
