@@ -427,4 +427,4 @@ def test_values_of_another_shape():
     setting = Setting()
     setting.networks.critic.value_net = nn.Linear(HIDDEN, 2).double()
     setting.loss = averaged(ACERContinuousLoss(setting.networks.actor(), setting.networks.critic))
-    refuses(setting, rows(), ValueError, r"sdn.*\(4, 9, 2\)")
+    refuses(setting, rows(), ValueError, r"V.*\(4, 9, 2\), expected \(4, 9, 1\); sdn")

@@ -148,5 +148,7 @@ def test_neither_q_learns_nor_are_actions_drawn():
 
 def test_values_of_another_shape():
     loss = averaged(ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS))
-    with pytest.raises(ValueError, match=r"state_value returned V of shape \(4, 9, 2\), expected \(4, 9, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"'V' has shape \(4, 9, 2\), expected \(4, 9, 1\); sdn and its state_value return it"
+    ):
         loss(rows())

@@ -41,6 +41,13 @@ def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
             )
 
 
+def last_steps(done: Tensor, time_dim: int) -> Tensor:
+    """True in done steps and in the last step of a row, bool in the shape of ``done``."""
+    last = torch.zeros_like(done, dtype=torch.bool)
+    last.movedim(time_dim, 0)[-1:] = True
+    return last | done.to(torch.bool)
+
+
 def _later(x: Tensor, steps: int) -> Tensor:
     """``x`` [..., T] at time t + ``steps`` for each t; 0 after the last step."""
     return torch.cat([x[..., steps:], torch.zeros_like(x[..., :steps])], -1)
@@ -305,9 +312,7 @@ def importance_sampling_return(
     _require_shape(
         "importance_sampling_return", next_state_value.shape, log_pi=log_pi, log_mu=log_mu, reward=reward, done=done
     )
-    last = torch.zeros_like(done.movedim(time_dim, 0), dtype=torch.bool)
-    last[-1:] = True
-    value = next_state_value.masked_fill(~(done.to(torch.bool) | last.movedim(0, time_dim)), 0.0)
+    value = next_state_value.masked_fill(~last_steps(done, time_dim), 0.0)
     trace = importance_ratio(log_pi, log_mu)
     return off_policy_trace_return(
         gamma, trace, torch.zeros_like(value), value, reward, done, terminated, time_dim=time_dim

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.objectives import LossModule
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_finite, require_number
@@ -55,8 +55,8 @@ class Terms:
         k: the gradient of the divergence with respect to φ, in the shape of ``phi``.
         kl: the divergence D_KL(average ‖ current policy), [*B, T].
         entropy: the entropy of the policy, [*B, T].
-        rho: truncated importance weights, [*B, T].
-        bc_weight: weights of the bias correction, [*B, T].
+        rho: truncated importance weights, [*B, T] or [*B, T, 1].
+        bc_weight: weights of the bias correction, [*B, T] or [*B, T, 1].
         q_error: errors of Q, [*B, T, 1].
         v_loss: weighted squared errors of V, [*B, T]. Default: None, V has no loss.
         td_error: errors that determine the priorities, [*B, T, 1]. Default: None, ``q_error``.
@@ -83,9 +83,8 @@ class ACERBase(LossModule):
     their losses, which are buffers, in TorchRL's ``_schedulable_buffers``.
 
     Args:
-        actor_network: the policy.
-        critic: the name and the module of the critic.
-        arguments: the local variables of the constructor; those in ``_ARGUMENTS`` become attributes.
+        arguments: the arguments of the constructor by name: ``actor_network``, the critic, and those in ``_ARGUMENTS``,
+            which become attributes.
     """
 
     @dataclass
@@ -125,17 +124,14 @@ class ACERBase(LossModule):
         "entropy_coeff": coefficient,
         "critic_coeff": coefficient,
     }
+    # the name of the critic
+    _CRITIC: str
     _LOSSES: tuple[str, ...] = ("loss_actor", "loss_qvalue", "loss_entropy")
     _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
 
-    def __init__(
-        self,
-        actor_network: ProbabilisticTensorDictSequential,
-        critic: tuple[str, nn.Module],
-        arguments: Mapping[str, Any],
-    ):
-        name = type(self).__name__
+    def __init__(self, arguments: Mapping[str, Any]):
         super().__init__()
+        name, actor_network = type(self).__name__, arguments["actor_network"]
         if not isinstance(actor_network, ProbabilisticTensorDictSequential):
             raise TypeError(
                 f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
@@ -144,8 +140,7 @@ class ACERBase(LossModule):
         checked = {key: check(name, key, arguments[key]) for key, check in self._ARGUMENTS.items()}
         self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
         # without ``compare_against``: parameters that the two networks share get the gradients of both losses
-        self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
-        self._network_names = ("actor_network", critic[0])
+        self.convert_to_functional(arguments[self._CRITIC], self._CRITIC)
         self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
         device = next(self.parameters()).device
         for key, value in checked.items():
@@ -164,7 +159,7 @@ class ACERBase(LossModule):
 
         Modules without this method keep their values.
         """
-        for name in self._network_names:
+        for name in ("actor_network", self._CRITIC):
             with self._params(name):
                 for module in getattr(self, name).modules():
                     if hasattr(module, "reset_parameters"):
@@ -297,7 +292,8 @@ class ACERBase(LossModule):
         error = terms.q_error if terms.td_error is None else terms.td_error
         tensordict.set(self.tensor_keys.priority, rows.fill(error.detach()).square().squeeze(-1))
         reduced = {key: self._reduced(value, tensordict, rows, weights) for key, value in losses.items()}
-        self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._network_names for t in ("", "target_")))
+        networks = "actor_network", self._CRITIC
+        self._clear_weakrefs(tensordict, *(f"{t}{name}_params" for name in networks for t in ("", "target_")))
         return TensorDict({**reduced, **diagnostics})
 
     def _reduced(self, loss: Tensor, tensordict: TensorDictBase, rows: Trajectories, weights: Tensor | None) -> Tensor:

@@ -18,8 +18,8 @@ from torchrl_replay_ext.functional import acer_value_target, importance_ratio, i
 from torchrl_replay_ext.functional.retrace import POWER
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
-from torchrl_replay_ext.objectives.shifted import ShiftedStates
-from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry
+from torchrl_replay_ext.objectives.shifted import separate_states
+from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry, require_shape
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
@@ -160,6 +160,7 @@ class ACERContinuousLoss(ACERBase):
     rho_power: float | None
     use_q_opc: bool
     value_coeff: Tensor
+    _CRITIC = "sdn"
     _schedulable_buffers = frozenset({"value_coeff"})
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
         **ACERBase._ARGUMENTS,
@@ -204,7 +205,7 @@ class ACERContinuousLoss(ACERBase):
                 f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with the same forward() and "
                 f"state_value(), not {type(sdn).__name__}."
             )
-        super().__init__(actor_network, ("sdn", sdn), locals())
+        super().__init__(locals())
         self._squashed = is_squashed(actor_network, "ACERContinuousLoss")
         self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
 
@@ -240,16 +241,16 @@ class ACERContinuousLoss(ACERBase):
         return loc, scale
 
     def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
-        key = self.tensor_keys.observation
-        state, following = rows.states([key], [self.sdn])
-        shift = ShiftedStates(rows, state, following, [self.sdn]) if shifted else None
+        key, networks = self.tensor_keys.observation, [self.sdn]
+        states = rows.states([key], networks)
+        following, join = separate_states(rows, states, networks) if shifted else (states[1], None)
 
         def next_value(value: Tensor) -> Tensor:
             """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
+            require_shape(rows.owner, "V", value, rows.reward.shape, author="sdn and its state_value return it")
             with torch.no_grad():
-                if shift is None:
-                    return self.sdn.state_value(following.get(key))
-                return shift.next_value(torch.cat([value, self.sdn.state_value(shift.separate.get(key))], -2))
+                after = self.sdn.state_value(following.get(key))
+                return after if join is None else join(value, after)
 
         policy = _gaussian(*self._policy(rows.data))
         action = rows.data.get(self.tensor_keys.action)
@@ -290,20 +291,17 @@ class ACERContinuousLoss(ACERBase):
         """
         with torch.no_grad():
             drawn = self.sample_actions(policy.loc, policy.scale, self.num_samples + 1)
-            # a_t and a'_t
+            # of a_t and of a'_t
             both = torch.stack([raw, drawn[..., 0, :]], -2)
             log_pi, log_mu = _log_prob(policy, both), _log_prob(mu, both)
+            (rho, _), (_, beyond) = (weight.unbind(-2) for weight in self._weights(log_pi, log_mu))
             seen = drawn.tanh() if self._squashed else drawn
             actions = torch.stack([rows.data.get(self.tensor_keys.action), seen[..., 0, :]], -2)
         observation = rows.data.get(self.tensor_keys.observation)
         q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
-        next_value, shape = next_value_of(value), rows.reward.shape
-        if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
-            raise ValueError(
-                f"ACERContinuousLoss: sdn returned Q of shape {tuple(q_both.shape)} and V of shape "
-                f"{tuple(value.shape)}, expected {(*shape[:-1], 2, 1)}, for two actions, and {tuple(shape)}."
-            )
-        q = q_both[..., 0, :]
+        next_value = next_value_of(value)
+        require_shape(rows.owner, "Q", q_both, (*value.shape[:-1], 2, 1), author="sdn returns it for two actions")
+        q, q_other = q_both.unbind(-2)
         with torch.no_grad():
             power = 1 / raw.shape[-1] if self.rho_power is None else self.rho_power
             of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
@@ -314,11 +312,8 @@ class ACERContinuousLoss(ACERBase):
                 value_weight, target = importance_ratio(*of_taken), q_ret  # App. E.4
             else:
                 value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)  # Eq. 14
-            rho, beyond = self._weights(log_pi, log_mu)
-            rho, beyond = rho[..., 0, :], beyond[..., 1, :]
-            advantage = torch.stack([q_actor, q_both[..., 1, :]], -2) - value.unsqueeze(-2)
-            weights = torch.stack([rho, beyond], -2) * advantage  # Eq. 16
-        terms = {"rho": rho.squeeze(-1), "bc_weight": beyond.squeeze(-1), "q_error": q_ret - q}
+            weights = torch.stack([rho * (q_actor - value), beyond * (q_other - value)], -2)  # Eq. 16
+        terms = {"rho": rho, "bc_weight": beyond, "q_error": q_ret - q}
         return both, weights, {**terms, "v_loss": self._value_loss(rows, value_weight, target - value)}
 
     def _truncated_terms(
@@ -327,11 +322,6 @@ class ACERContinuousLoss(ACERBase):
         """The terms of truncated importance sampling, App. E.2; arguments and result are those of ``_acer_terms``."""
         value = self.sdn.state_value(rows.data.get(self.tensor_keys.observation))
         next_value = next_value_of(value)
-        if not value.shape == next_value.shape == rows.reward.shape:
-            raise ValueError(
-                f"ACERContinuousLoss: sdn.state_value returned V of shape {tuple(value.shape)}, expected "
-                f"{tuple(rows.reward.shape)}."
-            )
         zero, actions = torch.zeros_like(value), raw.unsqueeze(-2)
         with torch.no_grad():
             log_rho = (_log_prob(policy, actions) - _log_prob(mu, actions)).squeeze(-2)
@@ -341,7 +331,7 @@ class ACERContinuousLoss(ACERBase):
             returns = importance_sampling_return(self.gamma, zero, zero, next_value, *rows.ends)
             weights = (rho * (returns - value)).unsqueeze(-2)
         error = returns - value
-        terms = {"rho": rho.squeeze(-1), "bc_weight": zero.squeeze(-1), "q_error": zero, "td_error": error}
+        terms = {"rho": rho, "bc_weight": zero, "q_error": zero, "td_error": error}
         return actions, weights, {**terms, "v_loss": self._value_loss(rows, rho, error)}
 
     def _value_loss(self, rows: Trajectories, weight: Tensor, error: Tensor) -> Tensor:

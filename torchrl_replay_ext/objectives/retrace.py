@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_replay_ext.arguments import require_bool, require_choice
 from torchrl_replay_ext.functional import retrace
 from torchrl_replay_ext.functional.retrace import POWER, THRESHOLD, UNIT_INTERVAL
-from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities
+from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities, of_all_actions
 from torchrl_replay_ext.objectives.shifted import evaluate_rows
 from torchrl_replay_ext.objectives.trajectory import (
     WRITTEN_BY_POLICY,
@@ -260,11 +261,10 @@ class RetraceEstimator(ValueEstimatorBase):
         if target_params is None:
             target_params = params
         with self._evaluation():
-            q_ret, state, q, log_pi = self._estimate(tensordict, target_params)
+            q_ret, state, policy_and_values = self._estimate(tensordict, target_params)
             if params is not target_params:
-                q = self._action_values(state, params)
-                log_pi = self._log_policy(state, q)
-            tensordict.set(self.tensor_keys.advantage, q_ret - expectation(log_pi, q))
+                policy_and_values = self._evaluate(state, params)
+            tensordict.set(self.tensor_keys.advantage, q_ret - expectation(*policy_and_values))
             tensordict.set(self.tensor_keys.value_target, q_ret)
         return tensordict
 
@@ -316,8 +316,8 @@ class RetraceEstimator(ValueEstimatorBase):
         params: TensorDictBase | None,
         next_value: Tensor | None = None,
         time_dim: int | None = None,
-    ) -> tuple[Tensor, TensorDictBase, Tensor, Tensor]:
-        """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and Q and log π for x_t, [*B, T, A] each."""
+    ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
+        """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
         if not tensordict.batch_dims:
             raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
         given: Any = time_dim
@@ -331,11 +331,7 @@ class RetraceEstimator(ValueEstimatorBase):
         states = rows.states(dict.fromkeys(key for network in networks for key in network.in_keys), networks)
         for part, source in zip(states, (rows.data, rows.data.get("next")), strict=True):
             part.update(source.select(*existing, strict=False))
-
-        def evaluate(state: TensorDictBase) -> tuple[Tensor, Tensor]:
-            q = self._action_values(state, params)
-            return self._log_policy(state, q), q
-
+        evaluate = partial(self._evaluate, params=params)
         if next_value is None:
             options = {"shifted": bool(self.shifted), "differentiable": torch.is_grad_enabled()}
             log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, **options)
@@ -349,7 +345,7 @@ class RetraceEstimator(ValueEstimatorBase):
         if rows.valid is not None:
             # the loss's own next_value may be NaN in a masked step
             q_ret = torch.where(rows.valid.unsqueeze(-1), q_ret, q_taken)
-        return q_ret, states[0], q, log_pi
+        return q_ret, states[0], (log_pi, q)
 
     def _log_mu(self, rows: Trajectories, taken: Tensor, shape: torch.Size) -> Tensor:
         """Log-probabilities of the actions taken under the behaviour policy, [*B, T, 1]; ``shape`` is [*B, T, A]."""
@@ -366,35 +362,21 @@ class RetraceEstimator(ValueEstimatorBase):
             "collector stores them."
         )
 
-    def _action_values(self, state: TensorDictBase, params: TensorDictBase | None) -> Tensor:
-        """Q of all actions, [*B, T, A]."""
-        network, key = self.value_network, self.tensor_keys.action_value
+    def _evaluate(self, state: TensorDictBase, params: TensorDictBase | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities under π and Q of all actions, [*B, T, A] each."""
+        network = self.value_network
         with _constant(network) if params is None else _filled(network, params):
             written = network(state.copy())
-        value = require_entry(
-            "RetraceEstimator", written, key, "value_network writes it; set its name with set_keys(action_value=)"
-        )
-        if value.shape[:-1] != state.batch_size:
-            raise ValueError(
-                f"RetraceEstimator: {key!r} of value_network has shape {tuple(value.shape)}, expected one value for "
-                f"each action, {(*state.batch_size, 'A')}."
-            )
-        return value
-
-    def _log_policy(self, state: TensorDictBase, q: Tensor) -> Tensor:
-        """Log-probabilities under π of all actions, [*B, T, A]."""
+        author = "value_network writes it; set its name with set_keys(action_value=)"
+        q = require_entry("RetraceEstimator", written, self.tensor_keys.action_value, author)
         if self.policy == "greedy":
-            return torch.full_like(q, -math.inf).scatter(-1, q.argmax(-1, keepdim=True), 0.0)
-        actor: Any = self.actor_network
-        with _constant(actor):
-            logits = getattr(actor.get_dist(state.select(*actor.in_keys)), "logits", None)
-        if logits is None or logits.shape != q.shape:
-            found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
-            raise ValueError(
-                f"RetraceEstimator: the distribution of actor_network has {found}, expected a categorical distribution "
-                f"over the actions of value_network, {tuple(q.shape)}; several agents are not supported."
-            )
-        return logits.log_softmax(-1)
+            log_pi = torch.full_like(q, -math.inf).scatter(-1, q.argmax(-1, keepdim=True), 0.0)
+        else:
+            actor: Any = self.actor_network
+            with _constant(actor):
+                logits = getattr(actor.get_dist(state.select(*actor.in_keys)), "logits", None)
+            log_pi = None if logits is None else logits.log_softmax(-1)
+        return of_all_actions("RetraceEstimator", state.batch_size, log_pi, q)
 
 
 def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:

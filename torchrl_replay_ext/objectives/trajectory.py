@@ -11,6 +11,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 
 from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.functional.retrace import last_steps
 
 # The component that should have written an entry, for error messages.
 WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"
@@ -72,6 +73,7 @@ class Trajectories:
         reward: [\*B, T, 1].
         done: bool [\*B, T, 1], True also before an excluded step.
         terminated: bool [\*B, T, 1].
+        last: bool [\*B, T], True in done steps and in the last step of a row.
         valid: bool [\*B, T], False in excluded steps; None if there is no mask.
 
     Raises:
@@ -109,11 +111,8 @@ class Trajectories:
             mask = self.of_steps(key, mask)
             self.valid = mask if self.valid is None else self.valid & mask
         if self.valid is not None:
-            self.data = TensorDict(batch_size=self.shape)
-            for key in (*entries, *optional):
-                value = tensordict.get(key, None)
-                if value is not None:
-                    self.data.set(key, self.fill(value) if value.is_floating_point() else value)
+            read: Any = tensordict.select(*entries, *optional, strict=False)
+            self.data = read.apply(lambda x: self.fill(x) if x.is_floating_point() else x)
         columns = [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
         for key in columns:
             require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=WRITTEN_BY_ENVIRONMENT)
@@ -123,6 +122,7 @@ class Trajectories:
             in_time = self.valid.movedim(time_dim, 0)
             goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
             self.done = self.done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
+        self.last = last_steps(self.done, time_dim).squeeze(-1)
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +139,7 @@ class Trajectories:
         return x if self.valid is None else x.masked_fill(~expand_as_right(self.valid, x), 0)
 
     def mean(self, x: Tensor) -> Tensor:
-        r"""Mean of ``x`` [\*B, T] over the steps that are not excluded, detached."""
+        r"""Mean of ``x`` [\*B, T] or [\*B, T, 1] over the steps that are not excluded, detached."""
         x = x.detach()
         return x.mean() if self.valid is None else self.fill(x).sum() / self.valid.sum().clamp_min(1)
 
@@ -152,13 +152,9 @@ class Trajectories:
         """
         networks = [*networks]
         written = [unravel_key(key) for network in networks for key in getattr(network, "out_keys", ())]
-        recurrent = [
-            module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")
-        ]
-        resets = not recurrent or any(module.recurrent_mode for module in recurrent)
-        last = torch.zeros_like(self.done.movedim(self.time_dim, 0))
-        last[-1] = True
-        ended = (self.done | last.movedim(0, self.time_dim)).squeeze(-1)
+        modules = [module for network in networks for module in network.modules()]
+        modes = [module.recurrent_mode for module in modules if hasattr(module, "recurrent_mode")]
+        resets = not modes or any(modes)
         state, following = TensorDict(batch_size=self.shape), TensorDict(batch_size=self.shape)
         for key in keys:
             next_key = unravel_key(("next", key))
@@ -166,7 +162,7 @@ class Trajectories:
             if after.shape == value.shape and next_key in written:
                 # A hidden state. If the loss ran the network over the rows, those under "next" are 0 except where a
                 # trajectory ends. So the hidden state stored for the next step is used, except there.
-                after = torch.where(expand_as_right(ended, value), after, value.roll(-1, self.time_dim))
+                after = torch.where(expand_as_right(self.last, value), after, value.roll(-1, self.time_dim))
             if after.shape == value.shape:
                 # the state after termination has no effect, but it may be NaN, which distributions reject
                 after = torch.where(expand_as_right(self.terminated.squeeze(-1), value), value, after)
