@@ -620,7 +620,7 @@ def test_bad_batches(changes, error, message):
 
 def test_a_batch_without_time():
     estimator = RetraceEstimator(gamma=GAMMA, value_network=critic(), actor_network=actor())
-    with pytest.raises(RuntimeError, match=r"must have the shape \[\*B, T\]"):
+    with pytest.raises(ValueError, match=r"must have the shape \[\*B, T\]"):
         estimator(experience(3, 9)[0, 0])
 
 

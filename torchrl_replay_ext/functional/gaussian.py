@@ -46,13 +46,12 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         )
     # checked in float32, where a tiny positive number becomes 0
     scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
-    variance = scale.diagonal() if scale.ndim == 2 else scale.square()
+    variance = scale.diagonal() if scale.ndim == 2 else scale.clamp_min(0).square()
 
     def require(is_met: Callable[[], Any], rule: str) -> None:
         raise_if(lambda: not is_met(), lambda: ValueError(f"{owner}(noise_scale={noise_scale}): {rule}"))
 
     require(lambda: scale.isfinite().all(), "noise_scale must be finite.")
-    require(lambda: scale.ndim == 2 or scale.gt(0).all(), "noise_scale must be > 0.")
     require(lambda: variance.gt(0).all(), "noise_scale must be > 0, and so must its square in float32.")
     if scale.ndim == 2:
         require(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import require_number
 
+Statistics = TypeVar("Statistics", Tensor, tuple[Tensor, ...])
 UNIT_INTERVAL = partial(require_number, valid=lambda x: 0 <= x <= 1, rule="in [0, 1]")
 THRESHOLD = partial(require_number, valid=lambda x: x >= 0, rule=">= 0; use math.inf for no truncation")
 POWER = partial(require_number, valid=lambda x: 0 < x < math.inf, rule="> 0 and finite")
@@ -348,19 +349,7 @@ def acer_value_target(
     return importance_ratio(log_pi, log_mu).clamp_max(1.0) * (q_ret - action_value) + state_value
 
 
-@overload
-def trust_region_projection(g: Tensor, k: Tensor, delta: float) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def trust_region_projection(
-    g: tuple[Tensor, ...], k: tuple[Tensor, ...], delta: float
-) -> tuple[tuple[Tensor, ...], Tensor]: ...
-
-
-def trust_region_projection(
-    g: Tensor | tuple[Tensor, ...], k: Tensor | tuple[Tensor, ...], delta: float
-) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+def trust_region_projection(g: Statistics, k: Statistics, delta: float) -> tuple[Statistics, Tensor]:
     r"""Project a policy gradient g so that a divergence grows at a rate of at most δ (Wang et al. 2017, Eqs. 11-12).
 
     ``z = g − max(0, (kᵀg − δ) / |k|²) k`` minimises ½ |g − z|² subject to kᵀz <= δ. Where k is 0, z is g. The result is
@@ -400,5 +389,5 @@ def trust_region_projection(
     square = unit.square().sum(-1, keepdim=True)
     step = torch.where(active, excess, torch.zeros_like(excess)) / torch.where(active, square, torch.ones_like(square))
     z = joint - step * unit
-    parts = z.split([x.shape[-1] for x in gs], -1)
+    parts: Any = z.split([x.shape[-1] for x in gs], -1)
     return (parts[0] if isinstance(g, Tensor) else parts), active.squeeze(-1)

@@ -224,7 +224,7 @@ class ACERBase(LossModule):
 
     def _require_written(self, key: NestedKey, positive: Tensor, rows: Trajectories) -> None:
         """Raise ValueError if ``positive`` [*B, T] is not > 0 in a valid step, except on accelerators and in graphs."""
-        missing = positive <= 0 if rows.valid is None else (positive <= 0) & rows.valid
+        missing = rows.fill(positive <= 0)
         raise_if(
             missing.any,
             lambda: ValueError(
@@ -271,8 +271,6 @@ class ACERBase(LossModule):
                 on an accelerator, the values of these next states, and so the losses, are NaN instead.
         """
         name, time_dim = type(self).__name__, tensordict.batch_dims - 1
-        if time_dim < 0:
-            raise ValueError(f"{name}: the batch must have the shape [*B, T] of trajectories, not [].")
         rows = Trajectories(name, tensordict, self.tensor_keys, self._entries, self._loss_mask_keys(), time_dim)
         terms = self._terms(rows, shifted)
         z, active = terms.g, torch.zeros_like(terms.kl)

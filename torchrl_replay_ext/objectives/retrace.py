@@ -226,12 +226,16 @@ class RetraceEstimator(ValueEstimatorBase):
         return [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
 
     @property
+    def _observed(self) -> list[NestedKey]:
+        """The inputs of the networks."""
+        return list(dict.fromkeys(key for network in self._networks for key in network.in_keys))
+
+    @property
     def _entries(self) -> dict[NestedKey, str]:
         """The entries that the estimator reads, and the components that write them."""
-        observed = dict.fromkeys(key for network in self._networks for key in network.in_keys)
         keys: Any = self.tensor_keys
         by_policy = dict.fromkeys((keys.action, keys.sample_log_prob), WRITTEN_BY_POLICY)
-        return entries_read(keys, observed, observed, by_policy)
+        return entries_read(keys, self._observed, self._observed, by_policy)
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -288,12 +292,7 @@ class RetraceEstimator(ValueEstimatorBase):
         Returns:
             Q^ret, [\*B, T, 1].
         """
-        self._check_action(tensordict)
-        with self._evaluation():
-            return self._estimate(tensordict, target_params, next_value, time_dim)[0]
-
-    def _check_action(self, tensordict: TensorDictBase) -> None:
-        """Raise ValueError if a loss ran the network on the batch and thereby replaced the actions taken."""
+        # a loss may have run the network on the batch, and thereby replaced the actions taken
         keys, key = self.value_network.out_keys, self.tensor_keys.action
         written = [tensordict.get(k, None) for k in keys if k != key]
         # entries read from a buffer do not require gradients; outputs of the network do
@@ -303,6 +302,8 @@ class RetraceEstimator(ValueEstimatorBase):
                 "actions. Give loss and estimator a network that writes values only, such as actor[0], the first "
                 "module of a QValueActor; or store a copy of the action and set its name with set_keys(action=)."
             )
+        with self._evaluation():
+            return self._estimate(tensordict, target_params, next_value, time_dim)[0]
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
@@ -318,8 +319,6 @@ class RetraceEstimator(ValueEstimatorBase):
         time_dim: int | None = None,
     ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
         """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
-        if not tensordict.batch_dims:
-            raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
         given: Any = time_dim
         keys, dim, entries = self.tensor_keys, int(self._get_time_dim(given, tensordict)), self._entries
         existing: Any = [keys.action_value] if self.skip_existing else []
@@ -328,7 +327,7 @@ class RetraceEstimator(ValueEstimatorBase):
         del entries[optional[0]]
         rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim, optional)
         networks = self._networks
-        states = rows.states(dict.fromkeys(key for network in networks for key in network.in_keys), networks)
+        states = rows.states(self._observed, networks)
         for part, source in zip(states, (rows.data, rows.data.get("next")), strict=True):
             part.update(source.select(*existing, strict=False))
         evaluate = partial(self._evaluate, params=params)

@@ -65,7 +65,7 @@ class Trajectories:
         keys: the names of the entries, ``tensor_keys`` of a loss or estimator.
         entries: the entries that must exist, see :func:`entries_read`.
         masks: the entries of masks, bool [\*B, T] or [\*B, T, 1], if they exist.
-        time_dim: the dimension of time, >= 0.
+        time_dim: the dimension of time; negative for a batch without dimensions.
         optional: further entries to read, if they exist.
 
     Attributes:
@@ -79,7 +79,8 @@ class Trajectories:
     Raises:
         KeyError: if an entry is missing.
         TypeError: if a mask is not bool.
-        ValueError: if rewards, ends or masks have a wrong shape, or transitions span several steps.
+        ValueError: if the batch has no dimension of time, rewards, ends or masks have a wrong shape, or transitions
+            span several steps.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Trajectories:
         optional: Iterable[NestedKey] = (),
     ):
         self.owner, self.shape, self.time_dim = owner, tensordict.batch_size, time_dim
+        if time_dim < 0:
+            raise ValueError(f"{owner}: the batch must have the shape [*B, T] of trajectories, not [].")
         steps = getattr(keys, "steps_to_next_obs", "steps_to_next_obs")
         if tensordict.get(steps, None) is not None:
             raise ValueError(

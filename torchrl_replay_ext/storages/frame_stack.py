@@ -113,22 +113,18 @@ class FrameStackStorage(CompilableTensorStorage):
                     "pass its name as frame_key=. Every write must contain all entries of the transitions."
                 )
         before, after = (data.get(key) for key in self._frame_keys)
-        kind = tuple(before.shape), before.dtype
-        if before.ndim < 3 or (tuple(after.shape), after.dtype) != kind:
+        pool = self._pool if self.initialized else None
+        expected: Any = (tuple(before.shape), before.dtype)
+        if pool is not None:
+            expected = ((len(before), pool.num_stacked, *pool.shape), pool.dtype)
+        found = [(tuple(stacks.shape), stacks.dtype) for stacks in (before, after)]
+        if before.ndim < 3 or found != [expected] * 2:
             raise ValueError(
-                f"{_OWNER}: the entries {self._frame_keys} have shapes {kind[0]} ({kind[1]}) and {tuple(after.shape)} "
-                f"({after.dtype}); both must be stacks of frames [transitions, frames, ...]."
+                f"{_OWNER}: the entries {self._frame_keys} are {found}; both must be stacks of frames [transitions, "
+                f"frames, ...], of the shape and dtype {expected}."
             )
-        if self._pool is None or not self.initialized:
+        if pool is None:
             self._make_pool(before.shape[1], before.flatten(0, 1))
-        pool = self._pool
-        assert pool is not None
-        stored = (len(before), pool.num_stacked, *pool.shape), pool.dtype
-        if kind != stored:
-            raise ValueError(
-                f"{_OWNER}: the entry {self._frame_keys[0]!r} has shape {kind[0]} ({kind[1]}); the stored stacks "
-                f"require {stored[0]} ({stored[1]})."
-            )
         return before, after
 
     def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
