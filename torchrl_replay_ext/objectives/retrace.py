@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch, set_skip_existing
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torchrl.objectives import DQNLoss, LossModule
@@ -74,10 +73,6 @@ class RetraceEstimator(ValueEstimatorBase):
         rho_thresh: truncation c of ρ^power, >= 0; ``math.inf``: no truncation. Default: 1.0.
         rho_power: exponent of ρ, > 0. Default: 1.0.
         policy: π: "actor" (default), or "greedy" for the greedy policy of ``value_network``.
-        differentiable: whether gradients flow through the estimate. They never reach the networks' own parameters.
-            Default: False.
-        skip_existing: if True, an "action_value" in the batch is used and not computed again, as in TorchRL's
-            estimators. Default: None, the setting of tensordict's ``set_skip_existing``.
         device: device of TorchRL's base class. Default: None, torch's default device.
         time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
         shifted: see :meth:`ACERLoss.forward`; without effect if ``next_value`` is given. Default: False.
@@ -150,18 +145,11 @@ class RetraceEstimator(ValueEstimatorBase):
         rho_thresh: float | Tensor = 1.0,
         rho_power: float | Tensor = 1.0,
         policy: str = "actor",
-        differentiable: bool = False,
-        skip_existing: bool | None = None,
         device: torch.device | None = None,
         time_dim: int | None = None,
         shifted: bool = False,
     ):
         require_bool("RetraceEstimator", "shifted", shifted)
-        if shifted and skip_existing:
-            raise ValueError(
-                "RetraceEstimator(shifted=True, skip_existing=True): the values of x_t and x_{t+1} are computed "
-                "together; use shifted=False for a batch that has values."
-            )
         if policy == "actor" and not hasattr(actor_network, "get_dist"):
             raise TypeError(
                 "RetraceEstimator: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDict"
@@ -173,13 +161,7 @@ class RetraceEstimator(ValueEstimatorBase):
             raise ValueError(
                 f"RetraceEstimator: value_network has action_space={space!r}; an action must be one of A choices."
             )
-        super().__init__(
-            value_network=value_network,
-            shifted=shifted,
-            differentiable=differentiable,
-            skip_existing=skip_existing,
-            device=device,
-        )
+        super().__init__(value_network=value_network, shifted=shifted, device=device)
         name = "RetraceEstimator"
         self.gamma = UNIT_INTERVAL(name, "gamma", gamma)
         self.lmbda = UNIT_INTERVAL(name, "lmbda", lmbda)
@@ -260,16 +242,13 @@ class RetraceEstimator(ValueEstimatorBase):
         Returns:
             The batch.
         """
-        if params is not None:
-            params = params.detach()
         if target_params is None:
             target_params = params
-        with self._evaluation():
-            q_ret, state, policy_and_values = self._estimate(tensordict, target_params)
-            if params is not target_params:
-                policy_and_values = self._evaluate(state, params)
-            tensordict.set(self.tensor_keys.advantage, q_ret - expectation(*policy_and_values))
-            tensordict.set(self.tensor_keys.value_target, q_ret)
+        q_ret, state, policy_and_values = self._estimate(tensordict, target_params)
+        if params is not target_params:
+            policy_and_values = self._evaluate(state, params)
+        tensordict.set(self.tensor_keys.advantage, q_ret - expectation(*policy_and_values))
+        tensordict.set(self.tensor_keys.value_target, q_ret)
         return tensordict
 
     def value_estimate(
@@ -302,15 +281,9 @@ class RetraceEstimator(ValueEstimatorBase):
                 "actions. Give loss and estimator a network that writes values only, such as actor[0], the first "
                 "module of a QValueActor; or store a copy of the action and set its name with set_keys(action=)."
             )
-        with self._evaluation():
-            return self._estimate(tensordict, target_params, next_value, time_dim)[0]
+        return self._estimate(tensordict, target_params, next_value, time_dim)[0]
 
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        skip = nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing)
-        with torch.set_grad_enabled(self.differentiable), skip:
-            yield
-
+    @torch.no_grad()
     def _estimate(
         self,
         tensordict: TensorDictBase,
@@ -320,51 +293,45 @@ class RetraceEstimator(ValueEstimatorBase):
     ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
         """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
         given: Any = time_dim
-        keys, dim, entries = self.tensor_keys, int(self._get_time_dim(given, tensordict)), self._entries
-        existing: Any = [keys.action_value] if self.skip_existing else []
-        # one of the two entries of the behaviour policy suffices
-        optional: Any = [keys.sample_log_prob, keys.behaviour, *existing, *(("next", key) for key in existing)]
-        del entries[optional[0]]
-        rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim, optional)
+        keys: Any = self.tensor_keys
+        dim, entries = int(self._get_time_dim(given, tensordict)), self._entries
+        log_prob, logits = keys.sample_log_prob, keys.behaviour
+        if tensordict.get(log_prob, None) is None:
+            del entries[log_prob]
+            entries[logits] = (
+                f"nor {log_prob!r}, the log-probability of the action; a ProbabilisticActor(return_log_prob=True) "
+                "writes both, and the collector stores them"
+            )
+        rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim)
         networks = self._networks
         states = rows.states(self._observed, networks)
-        for part, source in zip(states, (rows.data, rows.data.get("next")), strict=True):
-            part.update(source.select(*existing, strict=False))
         evaluate = partial(self._evaluate, params=params)
         if next_value is None:
-            options = {"shifted": bool(self.shifted), "differentiable": torch.is_grad_enabled()}
-            log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, **options)
+            log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, shifted=bool(self.shifted))
         else:
             log_pi, q = evaluate(states[0])
         taken = action_index(rows, keys.action, q.shape[-1])
         q_taken = q.gather(-1, taken)
+        if log_prob in entries:
+            log_mu = rows.data.get(log_prob)
+            require_shape(rows.owner, log_prob, log_mu, rows.shape, taken.shape, author=WRITTEN_BY_POLICY)
+        else:
+            mu = rows.data.get(logits)
+            require_shape(rows.owner, logits, mu, q.shape, author=WRITTEN_BY_POLICY)
+            log_mu = log_probabilities(mu, logits).gather(-1, taken)
         options = {"rho_thresh": self.rho_thresh, "rho_power": self.rho_power, "time_dim": dim}
-        policies = log_pi.gather(-1, taken), self._log_mu(rows, taken, q.shape)
+        policies = log_pi.gather(-1, taken), log_mu.reshape(taken.shape)
         q_ret = retrace(self.gamma, self.lmbda, *policies, q_taken, next_value, *rows.ends, **options)
         if rows.valid is not None:
             # the loss's own next_value may be NaN in a masked step
             q_ret = torch.where(rows.valid.unsqueeze(-1), q_ret, q_taken)
         return q_ret, states[0], (log_pi, q)
 
-    def _log_mu(self, rows: Trajectories, taken: Tensor, shape: torch.Size) -> Tensor:
-        """Log-probabilities of the actions taken under the behaviour policy, [*B, T, 1]; ``shape`` is [*B, T, A]."""
-        log_prob, behaviour = self.tensor_keys.sample_log_prob, self.tensor_keys.behaviour
-        for key, shapes in ((log_prob, (rows.shape, taken.shape)), (behaviour, (shape,))):
-            if key is not None and (value := rows.data.get(key, None)) is not None:
-                require_shape(rows.owner, key, value, *shapes, author=WRITTEN_BY_POLICY)
-                if key == log_prob:
-                    return value.reshape(taken.shape)
-                return log_probabilities(value, key).gather(-1, taken)
-        raise KeyError(
-            f"{rows.owner}: the batch has neither {log_prob!r}, the log-probability of the action, nor {behaviour!r}, "
-            "the logits of the policy that took it. A ProbabilisticActor(return_log_prob=True) writes both, and the "
-            "collector stores them."
-        )
-
+    @torch.no_grad()
     def _evaluate(self, state: TensorDictBase, params: TensorDictBase | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities under π and Q of all actions, [*B, T, A] each."""
         network = self.value_network
-        with _constant(network) if params is None else _filled(network, params):
+        with nullcontext() if params is None else _filled(network, params):
             written = network(state.copy())
         author = "value_network writes it; set its name with set_keys(action_value=)"
         q = require_entry("RetraceEstimator", written, self.tensor_keys.action_value, author)
@@ -372,8 +339,7 @@ class RetraceEstimator(ValueEstimatorBase):
             log_pi = torch.full_like(q, -math.inf).scatter(-1, q.argmax(-1, keepdim=True), 0.0)
         else:
             actor: Any = self.actor_network
-            with _constant(actor):
-                logits = getattr(actor.get_dist(state.select(*actor.in_keys)), "logits", None)
+            logits = getattr(actor.get_dist(state.select(*actor.in_keys)), "logits", None)
             log_pi = None if logits is None else logits.log_softmax(-1)
         return of_all_actions("RetraceEstimator", state.batch_size, log_pi, q)
 
@@ -389,14 +355,6 @@ def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManage
             "Loss and estimator need the same network, one that writes values only, such as actor[0], the first module "
             "of a QValueActor."
         ) from error
-
-
-def _constant(network: nn.Module) -> AbstractContextManager:
-    """A context in which no gradients reach the network's parameters."""
-    if not torch.is_grad_enabled():
-        return nullcontext()
-    params: Any = TensorDict.from_module(network)
-    return params.data.to_module(network, preserve_module_state=False)
 
 
 def _require_supported(loss_module: nn.Module, call: str) -> None:

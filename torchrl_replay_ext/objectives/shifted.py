@@ -88,9 +88,8 @@ def evaluate_rows(
     evaluate: Evaluate,
     *,
     shifted: bool,
-    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Log-probabilities and values of all actions in x_t, [\*B, T, A] each, and V(x_{t+1}), [\*B, T, 1].
+    r"""Log-probabilities and values of all actions in x_t, [\*B, T, A] each, and V(x_{t+1}), [\*B, T, 1], detached.
 
     Args:
         rows: the batch.
@@ -98,18 +97,17 @@ def evaluate_rows(
         networks: the networks.
         evaluate: runs the networks.
         shifted: True: V(x_{t+1}) is that of the next step of the row, see :func:`separate_states`.
-        differentiable: whether gradients flow through V(x_{t+1}). Default: False.
     """
     if not shifted:
         log_pi, q = evaluate(states[0])
-        with torch.set_grad_enabled(differentiable):
+        with torch.no_grad():
             return log_pi, q, expectation(*evaluate(states[1]))
     separate, next_value = separate_states(rows, states, networks)
     # one pass for both
     both: Any = torch.cat([states[0], separate], rows.time_dim)
     parts = [x.split([rows.shape[rows.time_dim], 1], rows.time_dim) for x in evaluate(both)]
     (log_pi, q), of_separate = zip(*parts, strict=True)
-    with torch.set_grad_enabled(differentiable):
+    with torch.no_grad():
         return log_pi, q, next_value(expectation(log_pi, q), expectation(*of_separate))
 
 

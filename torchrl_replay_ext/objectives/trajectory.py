@@ -66,7 +66,6 @@ class Trajectories:
         entries: the entries that must exist, see :func:`entries_read`.
         masks: the entries of masks, bool [\*B, T] or [\*B, T, 1], if they exist.
         time_dim: the dimension of time; negative for a batch without dimensions.
-        optional: further entries to read, if they exist.
 
     Attributes:
         data: the batch, or the copy of its entries.
@@ -91,7 +90,6 @@ class Trajectories:
         entries: Mapping[NestedKey, str],
         masks: Iterable[NestedKey],
         time_dim: int,
-        optional: Iterable[NestedKey] = (),
     ):
         self.owner, self.shape, self.time_dim = owner, tensordict.batch_size, time_dim
         if time_dim < 0:
@@ -114,7 +112,7 @@ class Trajectories:
             mask = self.of_steps(key, mask)
             self.valid = mask if self.valid is None else self.valid & mask
         if self.valid is not None:
-            read: Any = tensordict.select(*entries, *optional, strict=False)
+            read: Any = tensordict.select(*entries)
             self.data = read.apply(lambda x: self.fill(x) if x.is_floating_point() else x)
         columns = [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
         for key in columns:
