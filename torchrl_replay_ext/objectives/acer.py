@@ -17,7 +17,7 @@ from torchrl_replay_ext.functional.retrace import log_ratio
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, inverse
 from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities, of_all_actions
 from torchrl_replay_ext.objectives.shifted import evaluate_rows
-from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry
+from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry
 
 Statistics = Literal["probs", "logits", "log_probs"]
 # TorchRL's own categorical distributions are subclasses of these.
@@ -181,14 +181,14 @@ class ACERLoss(ACERBase):
         self.set_keys(behaviour=behaviour_key)
 
     @property
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        return (self.tensor_keys.behaviour,)
+    def _observed(self) -> list[NestedKey]:
+        """The inputs of the networks."""
+        of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
+        return list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
 
     @property
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
-        keys = list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
-        return keys, keys
+    def _entries(self) -> dict[NestedKey, str]:
+        return entries_read(self.tensor_keys, self._observed, self._observed, [self.tensor_keys.behaviour])
 
     def _log_policy(self, state: TensorDictBase) -> Tensor:
         """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
@@ -205,12 +205,12 @@ class ACERLoss(ACERBase):
 
     def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
         networks, keys = (self.actor_network, self.qvalue_network), self.tensor_keys
-        states = rows.states(self._read[0], networks)
+        states = rows.states(self._observed, networks)
         log_pi, q, next_value = evaluate_rows(rows, states, networks, self._evaluate, shifted=shifted)
         with torch.no_grad():
             average = self._distribution(states[0].select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
-            (behaviour,) = self._statistics(rows, log_pi)
+            behaviour = self._stored(rows, keys.behaviour, log_pi)
             if is_probability(keys.behaviour):
                 self._require_written(keys.behaviour, behaviour.sum(-1), rows)
             log_mu = log_probabilities(behaviour, keys.behaviour)

@@ -19,11 +19,10 @@ from torchrl_replay_ext.arguments import require_bool, require_choice, require_f
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
 from torchrl_replay_ext.functional import importance_sampling_return, retrace, trust_region_projection
 from torchrl_replay_ext.functional.retrace import THRESHOLD, UNIT_INTERVAL, log_ratio, max_log_ratio
-from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, entries_read, require_shape
+from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, require_shape
 
 # Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.
 Check = Callable[[str, str, Any], Any]
-_BEHAVIOUR = f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution"
 
 
 def _reduction(owner: str, name: str, value: Any) -> str:
@@ -180,18 +179,8 @@ class ACERBase(LossModule):
 
     @property
     @abstractmethod
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        """The entries with the statistics of the behaviour policy."""
-
-    @property
-    @abstractmethod
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The entries that the networks read for x_t, and those that they read for x_{t+1}."""
-
-    @property
     def _entries(self) -> dict[NestedKey, str]:
-        by_policy = {self.tensor_keys.action: WRITTEN_BY_POLICY, **dict.fromkeys(self._behaviour, _BEHAVIOUR)}
-        return entries_read(self.tensor_keys, *self._read, by_policy)
+        """The entries that the loss reads, and the components that write them."""
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -212,15 +201,11 @@ class ACERBase(LossModule):
         with self._params("actor_network", average=average):
             return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
 
-    def _statistics(self, rows: Trajectories, policy: Tensor) -> list[Tensor]:
-        """The stored statistics of the behaviour policy, detached, in the shape of those of the current ``policy``."""
-        result = []
-        for key in self._behaviour:
-            value = rows.data.get(key).detach()
-            author = f"as for the current policy; {WRITTEN_BY_POLICY}"
-            require_shape(rows.owner, key, value, policy.shape, author=author)
-            result.append(value.to(torch.promote_types(value.dtype, policy.dtype)))
-        return result
+    def _stored(self, rows: Trajectories, key: NestedKey, policy: Tensor) -> Tensor:
+        """A stored statistic of the behaviour policy, detached, in the shape of that of the current ``policy``."""
+        value = rows.data.get(key).detach()
+        require_shape(rows.owner, key, value, policy.shape, author=f"as for the current policy; {WRITTEN_BY_POLICY}")
+        return value.to(torch.promote_types(value.dtype, policy.dtype))
 
     def _require_written(self, key: NestedKey, positive: Tensor, rows: Trajectories) -> None:
         """Raise ValueError if ``positive`` [*B, T] is not > 0 in a valid step, except on accelerators and in graphs."""

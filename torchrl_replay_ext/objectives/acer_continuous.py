@@ -19,7 +19,7 @@ from torchrl_replay_ext.functional.retrace import POWER
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
 from torchrl_replay_ext.objectives.shifted import separate_states
-from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry, require_shape
+from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry, require_shape
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
@@ -210,13 +210,10 @@ class ACERContinuousLoss(ACERBase):
         self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
 
     @property
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        return self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
-
-    @property
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        observation = self.tensor_keys.observation
-        return list(dict.fromkeys([*self.actor_network.in_keys, observation])), [observation]
+    def _entries(self) -> dict[NestedKey, str]:
+        keys = self.tensor_keys
+        state = [*self.actor_network.in_keys, keys.observation]
+        return entries_read(keys, state, [keys.observation], [keys.behaviour_loc, keys.behaviour_scale])
 
     def sample_actions(self, loc: Tensor, scale: Tensor, n: int) -> Tensor:
         """Draw n actions of the Gaussian policy for each state, before any tanh, from torch's global generator.
@@ -262,8 +259,9 @@ class ACERContinuousLoss(ACERBase):
             )
         with torch.no_grad():
             average = _gaussian(*self._policy(rows.data, average=True))
-            mu = _gaussian(*self._statistics(rows, policy.loc))
-            self._require_written(self.tensor_keys.behaviour_scale, mu.scale.amin(-1), rows)
+            keys = self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
+            mu = _gaussian(*(self._stored(rows, key, policy.loc) for key in keys))
+            self._require_written(keys[1], mu.scale.amin(-1), rows)
             raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
         terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):

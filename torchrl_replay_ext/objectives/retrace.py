@@ -216,8 +216,7 @@ class RetraceEstimator(ValueEstimatorBase):
     def _entries(self) -> dict[NestedKey, str]:
         """The entries that the estimator reads, and the components that write them."""
         keys: Any = self.tensor_keys
-        by_policy = dict.fromkeys((keys.action, keys.sample_log_prob), WRITTEN_BY_POLICY)
-        return entries_read(keys, self._observed, self._observed, by_policy)
+        return entries_read(keys, self._observed, self._observed, [keys.sample_log_prob])
 
     @property
     def in_keys(self) -> list[NestedKey]:

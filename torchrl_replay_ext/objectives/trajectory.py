@@ -15,13 +15,14 @@ from torchrl_replay_ext.functional.retrace import last_steps
 
 # The component that should have written an entry, for error messages.
 WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"
-WRITTEN_BY_ENVIRONMENT = "the environment writes it"
-READ_BY_NETWORKS = f"the networks read it; {WRITTEN_BY_ENVIRONMENT}"
+_WRITTEN_BY_ENVIRONMENT = "the environment writes it"
+_READ_BY_NETWORKS = f"the networks read it; {_WRITTEN_BY_ENVIRONMENT}"
+_BEHAVIOUR = f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution"
 _WRITTEN_BY_SAMPLER = "the sampler writes it"
 
 
 def entries_read(
-    keys: Any, state: Iterable[NestedKey], following: Iterable[NestedKey], policy: Mapping[NestedKey, str]
+    keys: Any, state: Iterable[NestedKey], following: Iterable[NestedKey], behaviour: Iterable[NestedKey]
 ) -> dict[NestedKey, str]:
     """The entries of a batch that a loss or an estimator reads, and the component that writes each of them.
 
@@ -29,11 +30,12 @@ def entries_read(
         keys: the names of the entries, ``tensor_keys`` of the loss or the estimator.
         state: the entries that the networks read for x_t.
         following: the entries that they read for x_{t+1}.
-        policy: the entries that the policy writes, with the author named in errors.
+        behaviour: the entries of the behaviour policy.
     """
-    entries: dict[Any, str] = {**dict.fromkeys(state, READ_BY_NETWORKS), **policy}
-    entries |= {("next", key): WRITTEN_BY_ENVIRONMENT for key in (keys.reward, keys.done, keys.terminated)}
-    entries |= {("next", key): READ_BY_NETWORKS for key in following}
+    by_policy = {keys.action: WRITTEN_BY_POLICY, **dict.fromkeys(behaviour, _BEHAVIOUR)}
+    entries: dict[Any, str] = {**dict.fromkeys(state, _READ_BY_NETWORKS), **by_policy}
+    entries |= {("next", key): _WRITTEN_BY_ENVIRONMENT for key in (keys.reward, keys.done, keys.terminated)}
+    entries |= {("next", key): _READ_BY_NETWORKS for key in following}
     return {unravel_key(key): author for key, author in entries.items()}
 
 
@@ -116,7 +118,7 @@ class Trajectories:
             self.data = read.apply(lambda x: self.fill(x) if x.is_floating_point() else x)
         columns = [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
         for key in columns:
-            require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=WRITTEN_BY_ENVIRONMENT)
+            require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=_WRITTEN_BY_ENVIRONMENT)
         self.reward, done, terminated = (self.data.get(key) for key in columns)
         self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
         if self.valid is not None:
