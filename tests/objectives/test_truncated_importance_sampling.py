@@ -86,7 +86,7 @@ def test_is_appendix_e2(statistics, trust_region, c):
         {"distribution": TanhNormal, "statistics": BOTH},
         {"gamma": 1.0},
         {"value_coeff": 0.125},
-        {"lmbda": 0.3, "retrace_thresh": 2.5, "rho_power": 0.2, "use_q_opc": False, "num_samples": 1},
+        {"lmbda": 0.3, "retrace_thresh": 2.5, "use_q_opc": False, "num_samples": 1},
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from torch.distributions import Normal, kl_divergence
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
-from torchrl_replay_ext.functional.retrace import POWER
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
 from torchrl_replay_ext.objectives.shifted import separate_states
@@ -80,7 +79,7 @@ class ACERContinuousLoss(ACERBase):
 
     The paper does not say how many steps k there are near the end of a trajectory. Here, as in A3C, step t + k − 1 is
     the last one of the row or of the episode. ``loss_qvalue`` and ``bc_weight`` are 0, and ``rho`` is the mean of w_t.
-    ``lmbda``, ``num_samples``, ``critic_coeff``, ``retrace_thresh``, ``rho_power`` and ``use_q_opc`` have no effect.
+    ``lmbda``, ``num_samples``, ``critic_coeff``, ``retrace_thresh`` and ``use_q_opc`` have no effect.
 
     Args:
         actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with the distribution Normal, IndependentNormal or
@@ -99,8 +98,7 @@ class ACERContinuousLoss(ACERBase):
         entropy_coeff: weight of the entropy, >= 0. Default: 0.0.
         critic_coeff: weight of the loss of Q̃, >= 0. Default: 0.5.
         value_coeff: weight of the loss of V, >= 0. Default: 0.5.
-        retrace_thresh: truncation of ρ^rho_power in the traces of Retrace, >= 0. Default: 1.0.
-        rho_power: exponent of ρ in the traces of Retrace, > 0. Default: None, 1/d.
+        retrace_thresh: truncation of ρ^{1/d} in the traces of Retrace, >= 0. Default: 1.0.
         use_q_opc: True (default): g_t contains Q^opc, as in Eq. 16; False: Q^ret.
         returns: "retrace" (default); "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation of
             the paper (App. E.4); or "truncated_importance_sampling", the baseline described above.
@@ -157,7 +155,6 @@ class ACERContinuousLoss(ACERBase):
     target_sdn_params: TensorDictParams
     statistics: tuple[str, ...]
     num_samples: int
-    rho_power: float | None
     use_q_opc: bool
     value_coeff: Tensor
     _CRITIC = "sdn"
@@ -166,7 +163,6 @@ class ACERContinuousLoss(ACERBase):
         **ACERBase._ARGUMENTS,
         "statistics": _statistics,
         "num_samples": require_integer,
-        "rho_power": lambda owner, name, value: None if value is None else POWER(owner, name, value),
         "use_q_opc": require_bool,
         "returns": partial(require_choice, choices=("retrace", "importance_sampling", _TRUNCATED)),
         "value_coeff": coefficient,
@@ -189,7 +185,6 @@ class ACERContinuousLoss(ACERBase):
         critic_coeff: float = 0.5,
         value_coeff: float = 0.5,
         retrace_thresh: float = 1.0,
-        rho_power: float | None = None,
         use_q_opc: bool = True,
         returns: str = "retrace",
         behaviour_keys: tuple[NestedKey, NestedKey] = ("loc", "scale"),
@@ -301,11 +296,10 @@ class ACERContinuousLoss(ACERBase):
         require_shape(rows.owner, "Q", q_both, (*value.shape[:-1], 2, 1), author="sdn returns it for two actions")
         q, q_other = q_both.unbind(-2)
         with torch.no_grad():
-            power = 1 / raw.shape[-1] if self.rho_power is None else self.rho_power
             of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
-            q_actor = q_ret = self._returns(rows, *of_taken, q, next_value, power)
+            q_actor = q_ret = self._returns(rows, *of_taken, q, next_value, power=1 / raw.shape[-1])  # Eq. 5
             if self.use_q_opc and self.returns == "retrace":
-                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, *rows.ends)
+                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, *rows.ends)  # Eq. 21
             if isinstance(self.sdn, SeparateValueNetworks):
                 value_weight, target = importance_ratio(*of_taken), q_ret  # App. E.4
             else:
