@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import require_choice, require_finite
 from torchrl_replay_ext.compilation import raise_if
 
 Covariance = Literal["diag", "full"]
@@ -99,10 +100,8 @@ def gaussian_policy_kl(
         >>> gaussian_policy_kl(noise + 0.1, 0.1, eps=0.0)
         tensor(0.5000)
     """
-    if covariance not in ("diag", "full"):
-        raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
+    require_choice("gaussian_policy_kl", "covariance", covariance, get_args(Covariance))
+    require_finite("gaussian_policy_kl", "eps", eps)
     if difference.ndim < 2 or not difference.shape[-2]:
         raise ValueError(f"gaussian_policy_kl: difference has shape {tuple(difference.shape)}, expected [..., B, A].")
     if not difference.is_floating_point():

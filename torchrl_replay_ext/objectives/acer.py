@@ -221,7 +221,7 @@ class ACERLoss(ACERBase):
         finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
         with torch.no_grad():
             log_pi_taken, log_mu_taken = log_pi.gather(-1, taken), log_mu.gather(-1, taken)
-            q_ret = self._returns(rows, log_pi_taken, log_mu_taken, q_taken, next_value)
+            q_ret = self._returns(rows, log_pi_taken, log_mu_taken, q_taken, next_value)  # Eq. 5
             pi, pi_average = probability.detach(), log_average.exp()
             value = (pi * q).sum(-1, keepdim=True)
             rho, beyond = self._weights(log_pi, log_mu)
@@ -247,5 +247,5 @@ class ACERLoss(ACERBase):
             entropy=-(probability * finite).sum(-1),
             rho=rho,
             bc_weight=(pi * beyond).sum(-1),
-            q_error=q_ret - q_taken,
+            q_error=q_ret - q_taken,  # Eq. 6
         )

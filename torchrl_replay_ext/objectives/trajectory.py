@@ -72,7 +72,7 @@ class Trajectories:
     Attributes:
         data: the batch, or the copy of its entries.
         reward: [\*B, T, 1].
-        done: bool [\*B, T, 1], True also before an excluded step.
+        done: bool [\*B, T, 1], True also in an excluded step and before one; without meaning in the last step of a row.
         terminated: bool [\*B, T, 1].
         last: bool [\*B, T], True in done steps and in the last step of a row.
         valid: bool [\*B, T], False in excluded steps; None if there is no mask.
@@ -106,8 +106,7 @@ class Trajectories:
             require_entry(owner, tensordict, key, author)
         self.data, self.valid = tensordict, None
         for key in masks:
-            mask = tensordict.get(key, None)
-            if mask is None:
+            if (mask := tensordict.get(key, None)) is None:
                 continue
             if mask.dtype != torch.bool:
                 raise TypeError(f"{owner}: {key!r} is {mask.dtype}, but must be bool; {_WRITTEN_BY_SAMPLER}.")
@@ -122,9 +121,8 @@ class Trajectories:
         self.reward, done, terminated = (self.data.get(key) for key in columns)
         self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
         if self.valid is not None:
-            in_time = self.valid.movedim(time_dim, 0)
-            goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
-            self.done = self.done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
+            # in the last step of a row, the flag has no effect
+            self.done = self.done | ~(self.valid & self.valid.roll(-1, time_dim)).unsqueeze(-1)
         self.last = last_steps(self.done, time_dim).squeeze(-1)
 
     @property

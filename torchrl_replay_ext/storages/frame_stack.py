@@ -77,9 +77,8 @@ class FrameStackStorage(CompilableTensorStorage):
         require_nested_keys(_OWNER, frame_key=frame_key, traj_key=traj_key)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
-        for name, value, least in (("frame_capacity", frame_capacity, max_size), ("num_streams", num_streams, 1)):
-            require_integer(_OWNER, name, value, least=least)
-        self._frame_capacity, self._num_streams = frame_capacity, num_streams
+        self._frame_capacity = require_integer(_OWNER, "frame_capacity", frame_capacity, least=max_size)
+        self._num_streams = require_integer(_OWNER, "num_streams", num_streams)
         self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
         self._traj_key = traj_key
         self._pool: FramePool | None = None
