@@ -85,6 +85,12 @@ def _of_loss(_root_: Any) -> str | None:
 OmegaConf.register_new_resolver("of_buffer", _of_buffer, replace=True)
 OmegaConf.register_new_resolver("td_error_of_loss", _of_loss, replace=True)
 
+# What to do if a resolver finds nothing.
+_UNRESOLVED = {
+    "capacity": "the buffer has no storage with max_size that gives the capacity; set capacity.",
+    "td_error": "it is unknown how the trainer's loss writes 'td_error'; set it to 'squared' (δ²) or 'absolute' (|δ|).",
+}
+
 
 # --- from plain values to objects
 
@@ -123,13 +129,8 @@ def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
             value = _key(value)
         elif name.endswith("_keys"):
             value = value if isinstance(value, str) else tuple(map(_key, value))
-        elif name == "capacity" and value is None:
-            raise ValueError(f"{owner}: the buffer has no storage with max_size that gives the capacity; set capacity.")
-        elif name == "td_error" and value is None:
-            raise ValueError(
-                f"{owner}: it is unknown how the trainer's loss writes 'td_error'; set td_error to 'squared' (δ²) or "
-                "'absolute' (|δ|)."
-            )
+        elif name in _UNRESOLVED and value is None:
+            raise ValueError(f"{owner}: {_UNRESOLVED[name]}")
         arguments[name] = value
     return arguments
 

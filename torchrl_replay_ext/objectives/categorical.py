@@ -47,7 +47,8 @@ def of_all_actions(owner: str, shape: torch.Size, log_pi: Tensor | None, q: Tens
             f"expected {(*shape, 'A')} for both: one categorical distribution per step, and one value for each of its "
             "actions. For several agents, give the batch one row per agent and trajectory."
         )
-    return log_pi, q.masked_fill((log_pi == -math.inf) & ~q.isfinite(), 0.0)
+    # x − x is NaN unless x is finite
+    return log_pi, q.masked_fill((log_pi == -math.inf) & (q - q).isnan(), 0.0)
 
 
 def action_index(rows: Trajectories, key: NestedKey, num_actions: int) -> Tensor:

@@ -156,11 +156,6 @@ class RetraceEstimator(ValueEstimatorBase):
                 f"Sequential, not {type(actor_network).__name__}; use policy='greedy' for the greedy policy of "
                 "value_network."
             )
-        space = getattr(value_network, "action_space", None)
-        if space in ("mult_one_hot", "binary"):
-            raise ValueError(
-                f"RetraceEstimator: value_network has action_space={space!r}; an action must be one of A choices."
-            )
         super().__init__(value_network=value_network, shifted=shifted, device=device)
         name = "RetraceEstimator"
         self.gamma = UNIT_INTERVAL(name, "gamma", gamma)

@@ -49,16 +49,17 @@ def separate_states(
             f"{rows.owner}(shifted=True): a recurrent network does not evaluate each state on its own; use "
             "shifted=False."
         )
-    dim, length = rows.time_dim, rows.last.shape[rows.time_dim]
-    step = torch.arange(length, device=rows.last.device).reshape(-1, *(1,) * (rows.last.ndim - 1 - dim))
-    is_separate = rows.last & ~rows.terminated.squeeze(-1)
+    last, dim = rows.last, rows.time_dim
+    length = last.shape[dim]
+    step = torch.arange(length, device=last.device).reshape(-1, *(1,) * (last.ndim - 1 - dim))
+    is_separate = last & ~rows.terminated.squeeze(-1)
     if rows.valid is not None:
         is_separate = is_separate & rows.valid
     # the last step if there is no such step
     at = torch.where(is_separate, step, length - 1).amin(dim, keepdim=True)
     missing = is_separate & (step > at)
     for key in keys:
-        missing = missing | _differs(following.get(key), state.get(key).roll(-1, dim), ~rows.last)
+        missing = missing | _differs(following.get(key), state.get(key).roll(-1, dim), ~last)
     raise_if(
         missing.any,
         lambda: ValueError(

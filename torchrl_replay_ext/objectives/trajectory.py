@@ -74,7 +74,6 @@ class Trajectories:
         reward: [\*B, T, 1].
         done: bool [\*B, T, 1], True also in an excluded step and before one; without meaning in the last step of a row.
         terminated: bool [\*B, T, 1].
-        last: bool [\*B, T], True in done steps and in the last step of a row.
         valid: bool [\*B, T], False in excluded steps; None if there is no mask.
 
     Raises:
@@ -123,7 +122,11 @@ class Trajectories:
         if self.valid is not None:
             # in the last step of a row, the flag has no effect
             self.done = self.done | ~(self.valid & self.valid.roll(-1, time_dim)).unsqueeze(-1)
-        self.last = last_steps(self.done, time_dim).squeeze(-1)
+
+    @property
+    def last(self) -> Tensor:
+        r"""True in done steps and in the last step of a row, bool [\*B, T]."""
+        return last_steps(self.done, self.time_dim).squeeze(-1)
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
