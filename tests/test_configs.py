@@ -237,7 +237,7 @@ WRONG = {
         ["replay_buffer.sampler.beta={start: 1, end: 0}"],
         r"ReaPERSampler\(beta={'start': 1, 'end': 0}\): .* missing 1 required .*'num_updates'",
     ),
-    "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set td_error to 'squared'"),
+    "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set it to 'squared'"),
     "keys": (
         "trajectory_retrace",
         ["replay_buffer.sampler.slice_len=5", "replay_buffer.sampler.behaviour_keys=[3]"],

@@ -213,7 +213,7 @@ class TestErrors:
         self.refused(data, ValueError, "FrameStackStorage: row 0 of the data: the next observation is not")
 
     def test_other_stacks(self):
-        self.refused(StackedStreams(1, depth=3).rollout([0]), ValueError, r"the stored stacks require \(1, 4, 3, 2\)")
+        self.refused(StackedStreams(1, depth=3).rollout([0]), ValueError, r"of the shape and dtype \(\(1, 4, 3, 2\)")
         data = StackedStreams(1).rollout([0])
         data["next", "observation"] = data["next", "observation"].float()
         self.refused(data, ValueError, "both must be stacks of frames")

@@ -111,13 +111,15 @@ def weight(dtype=None):
 
 BETAS = {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), torch.tensor(0.999)), "capturable": True}
 REFUSED = {
-    "AdamStep: weight_decay=0.1": lambda: adam(weight(), weight_decay=0.1),
-    "AdamStep: amsgrad=True": lambda: adam(weight(), amsgrad=True),
-    "AdamStep: maximize=True": lambda: adam(weight(), maximize=True),
-    "2 parameter groups; one is supported": lambda: adam({"params": [weight()]}, {"params": [weight()]}),
+    "AdamStep: the optimizer has weight_decay=0.1": lambda: adam(weight(), weight_decay=0.1),
+    "AdamStep: the optimizer has amsgrad=True": lambda: adam(weight(), amsgrad=True),
+    "AdamStep: the optimizer has maximize=True": lambda: adam(weight(), maximize=True),
+    "several parameter groups; make one optimizer and one AdamStep for each": lambda: adam(
+        {"params": [weight()]}, {"params": [weight()]}
+    ),
     r"optimizer must be a torch\.optim\.Adam, not SGD": lambda: torch.optim.SGD([weight()]),
-    "no parameter of the optimizer requires gradients": lambda: adam(torch.ones(2)),
-    "betas must be numbers": lambda: adam(weight(), **BETAS),
+    "no parameter that requires gradients": lambda: adam(torch.ones(2)),
+    "betas that are tensors; make them numbers": lambda: adam(weight(), **BETAS),
     "complex": lambda: adam(weight(torch.complex64)),
 }
 

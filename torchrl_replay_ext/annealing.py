@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,11 @@ class Anneal:
     num_updates: int
 
     def __post_init__(self):
-        start, end, num_updates = (
-            as_number("Anneal", name, getattr(self, name)) for name in ("start", "end", "num_updates")
-        )
-        if not (num_updates >= 1 and num_updates.is_integer()):
+        numbers = {name: as_number("Anneal", name, value) for name, value in vars(self).items()}
+        if not (numbers["num_updates"] >= 1 and numbers["num_updates"].is_integer()):
             raise ValueError(f"Anneal(num_updates={self.num_updates}): num_updates must be an integer >= 1.")
-        # a graph cannot read tensors
-        for name, value in (("start", start), ("end", end), ("num_updates", int(num_updates))):
-            object.__setattr__(self, name, value)
+        # a graph cannot read tensors; the class is frozen
+        vars(self).update(numbers, num_updates=int(self.num_updates))
 
 
 class Hyperparameter:
@@ -69,9 +67,7 @@ class Hyperparameter:
         self._owner, self._name, self._high, self._hint = owner, name, high, hint
         # value, number of updates so far, and the schedule: start, end, number of updates
         self._state = torch.zeros(5, dtype=torch.float64, device="cpu")
-        # the value comes first; kernels read the views
-        self.tensor = self._state
-        self.views = Views(self.tensor)
+        self.to(self._state.device, self._state.device)
         self.set(value)
 
     def set(self, value: float | Tensor | Anneal) -> None:
@@ -125,13 +121,10 @@ class Hyperparameter:
         """Whether the latest update was the last one of the schedule."""
         return self._state[1].item() == self._state[4].item()
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are changed in place."""
-        return [self._state]
-
     def to(self, counters: torch.device, device: torch.device) -> None:
         """Move the state to ``counters``, and what kernels read to ``device``."""
         self._state = self._state.to(counters)
+        # the value comes first
         self.tensor = self._state if counters == device else self._state[:1].to(device)
         self.views = Views(self.tensor)
 
@@ -144,10 +137,12 @@ class Hyperparameter:
         value, count, start, end, num_updates = state.tolist()
         for number in (value, start, end):
             self._within_limits(number)
-        if count < 0 or num_updates < 1:
-            raise ValueError(f"{self._owner}({self._name}): a schedule of {num_updates} updates cannot be at {count}.")
-        if not min(start, end) - ROUNDING <= value <= max(start, end) + ROUNDING:
-            raise ValueError(f"{self._owner}({self._name}): a schedule from {start} to {end} cannot be at {value}.")
+        is_between = min(start, end) - ROUNDING <= value <= max(start, end) + ROUNDING
+        if count < 0 or num_updates < 1 or not is_between:
+            raise ValueError(
+                f"{self._owner}({self._name}): a schedule of {num_updates} updates from {start} to {end} cannot be at "
+                f"{value} after {count} updates."
+            )
         self._assign(value, count, start, end, num_updates)
 
 
@@ -161,9 +156,9 @@ def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperpa
     Returns:
         The hyperparameters by name.
     """
-    hints = {"alpha": "; use 0 for uniform sampling", "omega": "; use 0 for plain PER"}
-    limits = {"beta": 1.0}
-    return {
-        name: Hyperparameter(owner, name, value, high=limits.get(name, math.inf), hint=hints.get(name, ""))
-        for name, value in values.items()
+    rules: dict[str, dict[str, Any]] = {
+        "alpha": {"hint": "; use 0 for uniform sampling"},
+        "omega": {"hint": "; use 0 for plain PER"},
+        "beta": {"high": 1.0},
     }
+    return {name: Hyperparameter(owner, name, value, **rules.get(name, {})) for name, value in values.items()}

@@ -131,10 +131,8 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
     return order.add(u).div_(num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 
 
-def where_int64(condition: Array, yes: Array | int, no: Array | int) -> Array:
+def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor | int) -> Tensor:
     """``torch.where`` for int64; by arithmetic in graphs, because ``torch.where`` compiled for AVX2 can be wrong."""
-    if isinstance(condition, np.ndarray):
-        return np.where(condition, yes, no)
     if torch.compiler.is_dynamo_compiling():
         return no + (yes - no) * condition
     return torch.where(condition, yes, no)

@@ -23,7 +23,7 @@ trained.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from functools import partial
 from typing import Any
@@ -51,8 +51,6 @@ from torchrl_replay_ext.samplers import (
 from torchrl_replay_ext.storages import CompilableTensorStorage
 from torchrl_replay_ext.writers import EventTableWriter
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
-
-PROVIDER = "torchrl_replay_ext"
 
 # How TorchRL's losses write "td_error". SAC writes squared TD errors if it has a value network.
 _TD_ERRORS = {
@@ -86,6 +84,12 @@ def _of_loss(_root_: Any) -> str | None:
 
 OmegaConf.register_new_resolver("of_buffer", _of_buffer, replace=True)
 OmegaConf.register_new_resolver("td_error_of_loss", _of_loss, replace=True)
+
+# What to do if a resolver finds nothing.
+_UNRESOLVED = {
+    "capacity": "the buffer has no storage with max_size that gives the capacity; set capacity.",
+    "td_error": "it is unknown how the trainer's loss writes 'td_error'; set it to 'squared' (δ²) or 'absolute' (|δ|).",
+}
 
 
 # --- from plain values to objects
@@ -125,13 +129,8 @@ def _arguments(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
             value = _key(value)
         elif name.endswith("_keys"):
             value = value if isinstance(value, str) else tuple(map(_key, value))
-        elif name == "capacity" and value is None:
-            raise ValueError(f"{owner}: the buffer has no storage with max_size that gives the capacity; set capacity.")
-        elif name == "td_error" and value is None:
-            raise ValueError(
-                f"{owner}: it is unknown how the trainer's loss writes 'td_error'; set td_error to 'squared' (δ²) or "
-                "'absolute' (|δ|)."
-            )
+        elif name in _UNRESOLVED and value is None:
+            raise ValueError(f"{owner}: {_UNRESOLVED[name]}")
         arguments[name] = value
     return arguments
 
@@ -207,16 +206,25 @@ def make_event_table_sampler(
 
 # --- the groups
 
+_BASES = {
+    "sampler": SamplerConfig,
+    "writer": WriterConfig,
+    "storage": StorageConfig,
+    "replay_buffer": TensorDictReplayBufferConfig,
+}
 _TYPES = {"bool": bool, "int": int, "float": float}
 _RESOLVED = {"capacity": "${of_buffer:storage.max_size}", "td_error": "${td_error_of_loss:}"}
+# what an event-table sampler reads of the writer
+_TABLES = {name: f"${{of_buffer:writer.{name}}}" for name in ("events", "capacity", "retention")}
 
 
-def _config(owner: type, base: type, target: str, **defaults: Any) -> type:
-    """A dataclass with the arguments of a class, except event tables, and their defaults.
+def _config(group: str, names: Sequence[str], owner: type, target: str, **defaults: Any) -> type:
+    """Make a dataclass with the arguments of a class, except event tables, and add it to Hydra's ConfigStore.
 
     Args:
+        group: the group of TorchRL's configurations.
+        names: the names of the entry in the group.
         owner: the class.
-        base: TorchRL's configuration of such a class.
         target: what Hydra calls with the arguments, a name of this package.
         **defaults: other defaults, and further arguments.
     """
@@ -227,61 +235,35 @@ def _config(owner: type, base: type, target: str, **defaults: Any) -> type:
     values = {"_target_": f"torchrl_replay_ext.{target}", "_convert_": "all", **own}
     values |= {name: value for name, value in _RESOLVED.items() if name in own} | defaults
     fields = [(name, types.get(name, Any), field(default=value)) for name, value in values.items()]
-    config = make_dataclass(f"{owner.__name__}Config", fields, bases=(base,))
+    config = make_dataclass(f"{owner.__name__}Config", fields, bases=(_BASES[group],))
     config.__module__ = __name__
     config.__doc__ = f"Hydra configuration for :class:`~torchrl_replay_ext.{owner.__name__}`."
+    for name in names:
+        ConfigStore.instance().store(group=group, name=name, node=config, provider="torchrl_replay_ext")
     return config
 
 
-# what the sampler reads of the writer
-_TABLES = {name: f"${{of_buffer:writer.{name}}}" for name in ("events", "capacity", "retention")}
-
-ProportionalSamplerConfig = _config(ProportionalSampler, SamplerConfig, "configs.make_proportional")
-RankBasedSamplerConfig = _config(RankBasedSampler, SamplerConfig, "configs.make_rank")
-ReaPERSamplerConfig = _config(ReaPERSampler, SamplerConfig, "configs.make_reaper")
+ProportionalSamplerConfig = _config(
+    "sampler", ["proportional", "per"], ProportionalSampler, "configs.make_proportional"
+)
+RankBasedSamplerConfig = _config("sampler", ["rank"], RankBasedSampler, "configs.make_rank")
+ReaPERSamplerConfig = _config("sampler", ["reaper"], ReaPERSampler, "configs.make_reaper")
 # to choose a sampler for anchors: +sampler@replay_buffer.sampler.anchors=reaper
-TrajectoryRetraceSamplerConfig = _config(TrajectoryRetraceSampler, SamplerConfig, "configs.make_trajectory_retrace")
+TrajectoryRetraceSamplerConfig = _config(
+    "sampler", ["trajectory_retrace"], TrajectoryRetraceSampler, "configs.make_trajectory_retrace"
+)
+_OF_TABLES: dict[str, Any] = {**_TABLES, "eta": None, "td_error": _RESOLVED["td_error"]}
 EventTableSamplerConfig = _config(
-    EventTableSampler,
-    SamplerConfig,
-    "configs.make_event_table_sampler",
-    **_TABLES,
-    eta=None,
-    td_error=_RESOLVED["td_error"],
+    "sampler", ["event_table"], EventTableSampler, "configs.make_event_table_sampler", **_OF_TABLES
 )
+_OF_WRITER: dict[str, Any] = {"events": None, "capacity": None, "retention": "ring"}
 EventTableWriterConfig = _config(
-    EventTableWriter,
-    WriterConfig,
-    "configs.make_event_table_writer",
-    events=None,
-    capacity=None,
-    retention="ring",
+    "writer", ["event_table"], EventTableWriter, "configs.make_event_table_writer", **_OF_WRITER
 )
-CompilableWriterConfig = _config(CompilableWriter, WriterConfig, "writers.round_robin.CompilableWriter")
-CompilableTensorStorageConfig = _config(CompilableTensorStorage, StorageConfig, "CompilableTensorStorage")
-CompilableReplayBufferConfig = _config(CompilableReplayBuffer, TensorDictReplayBufferConfig, "CompilableReplayBuffer")
-
-_ENTRIES = {
-    "sampler": {
-        "proportional": ProportionalSamplerConfig,
-        "per": ProportionalSamplerConfig,
-        "rank": RankBasedSamplerConfig,
-        "reaper": ReaPERSamplerConfig,
-        "event_table": EventTableSamplerConfig,
-        "trajectory_retrace": TrajectoryRetraceSamplerConfig,
-    },
-    "writer": {"event_table": EventTableWriterConfig, "compilable": CompilableWriterConfig},
-    "storage": {"compilable_tensor": CompilableTensorStorageConfig},
-    "replay_buffer": {"compilable": CompilableReplayBufferConfig},
-}
-
-
-def register() -> None:
-    """Add the entries to Hydra's ConfigStore. Importing this module calls it."""
-    store = ConfigStore.instance()
-    for group, entries in _ENTRIES.items():
-        for name, node in entries.items():
-            store.store(group=group, name=name, node=node, provider=PROVIDER)
-
-
-register()
+CompilableWriterConfig = _config("writer", ["compilable"], CompilableWriter, "writers.round_robin.CompilableWriter")
+CompilableTensorStorageConfig = _config(
+    "storage", ["compilable_tensor"], CompilableTensorStorage, "CompilableTensorStorage"
+)
+CompilableReplayBufferConfig = _config(
+    "replay_buffer", ["compilable"], CompilableReplayBuffer, "CompilableReplayBuffer"
+)

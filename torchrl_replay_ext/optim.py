@@ -10,6 +10,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+# The names that torch gives to the first moments, the second moments and the step counts.
+_STATE = ("exp_avg", "exp_avg_sq", "step")
+
 
 class AdamStep:
     r"""The step of a ``torch.optim.Adam`` as a function of the gradients, for eager code and for compiled graphs.
@@ -51,30 +54,24 @@ class AdamStep:
 
     def __init__(self, optimizer: torch.optim.Adam):
         if not isinstance(optimizer, torch.optim.Adam):
-            raise ValueError(
-                f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}. Use others outside "
-                "graphs."
-            )
-        if len(optimizer.param_groups) != 1:
-            raise ValueError(
-                f"AdamStep: the optimizer has {len(optimizer.param_groups)} parameter groups; one is supported. Make "
-                "one optimizer and one AdamStep for each group."
-            )
+            raise ValueError(f"AdamStep: optimizer must be a torch.optim.Adam, not {type(optimizer).__name__}.")
         self._optimizer, self._group = optimizer, optimizer.param_groups[0]
-        for name in ("amsgrad", "maximize", "weight_decay"):
-            if self._group[name]:
-                raise ValueError(f"AdamStep: {name}={self._group[name]} is not supported; make the Adam without it.")
-        if any(isinstance(beta, Tensor) for beta in self._group["betas"]):
-            raise ValueError("AdamStep: betas must be numbers, not tensors.")
         # TorchRL's parameter collections also contain buffers, such as the bounds of a tanh policy
         self.parameters: list[Tensor] = [entry for entry in self._group["params"] if entry.requires_grad]
-        if not self.parameters:
-            raise ValueError("AdamStep: no parameter of the optimizer requires gradients.")
-        if any(parameter.is_complex() for parameter in self.parameters):
-            raise ValueError("AdamStep: complex parameters are not supported; use their torch.view_as_real.")
-        _place_counts(optimizer, self.parameters)
-        self._means, self._squares, self._counts = _adam_state(optimizer, self.parameters)
-        self._require_equal_counts()
+        unsupported = {
+            "several parameter groups; make one optimizer and one AdamStep for each": len(optimizer.param_groups) > 1,
+            **{f"{name}={self._group[name]}": self._group[name] for name in ("amsgrad", "maximize", "weight_decay")},
+            "betas that are tensors; make them numbers": any(isinstance(beta, Tensor) for beta in self._group["betas"]),
+            "no parameter that requires gradients": not self.parameters,
+            "complex parameters; use their torch.view_as_real": any(each.is_complex() for each in self.parameters),
+        }
+        for what, is_there in unsupported.items():
+            if is_there:
+                raise ValueError(f"AdamStep: the optimizer has {what}. This is not supported.")
+        self._place_counts()
+        states = [self._state_of(parameter) for parameter in self.parameters]
+        self._means, self._squares, self._counts = ([state[name] for state in states] for name in _STATE)
+        self._take_state()
         itself = ref(self)
 
         def take_loaded_state(_: torch.optim.Optimizer) -> None:
@@ -88,7 +85,32 @@ class AdamStep:
         """The settings of the optimizer that a graph keeps if they are numbers: lr, betas and eps."""
         return {name: self._group[name] for name in ("lr", "betas", "eps")}
 
-    def _require_equal_counts(self) -> None:
+    def _place_counts(self) -> None:
+        """Let the step counts lie on the device of the parameters, as those of fused optimizers do."""
+        if not self._group["fused"]:
+            # torch has capturable optimizers for all other devices
+            others = "cpu", "mps", "mtia", "meta"
+            self._group["capturable"] = all(parameter.device.type not in others for parameter in self.parameters)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter; what is missing is made as the optimizer makes it."""
+        fused = self._group["fused"]
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
+        state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] = torch.zeros((), dtype=dtype, device="cpu")
+        state |= self._optimizer.state.get(parameter, {})
+        state["step"] = state["step"].to(parameter.device if fused or self._group["capturable"] else "cpu")
+        return state
+
+    def _take_state(self) -> None:
+        """Copy the state of the optimizer into the tensors that graphs read, and put these into the optimizer."""
+        tensors = zip(self._means, self._squares, self._counts, strict=True)
+        for parameter, own in zip(self.parameters, tensors, strict=True):
+            state = self._optimizer.state[parameter]
+            for name, tensor in zip(_STATE, own, strict=True):
+                # the state of an optimizer before its first step is empty
+                tensor.copy_(state[name]) if name in state else tensor.zero_()
+                state[name] = tensor
         if len({float(count) for count in self._counts}) > 1:
             raise ValueError(
                 "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
@@ -97,21 +119,13 @@ class AdamStep:
 
     @torch.no_grad()
     def _take_loaded_state(self) -> None:
-        """Copy the loaded state into the tensors that graphs read, and put these back into the optimizer."""
         optimizer, group = self._optimizer, self._group
-        _place_counts(optimizer, self.parameters)
         loaded, optimizer.param_groups[0] = optimizer.param_groups[0], group
         if isinstance(group["lr"], Tensor):
             loaded["lr"] = group["lr"].copy_(torch.as_tensor(loaded["lr"]))
         group.update(loaded)
-        tensors = zip(self._means, self._squares, self._counts, strict=True)
-        for parameter, own in zip(self.parameters, tensors, strict=True):
-            state = optimizer.state[parameter]
-            for name, tensor in zip(("exp_avg", "exp_avg_sq", "step"), own, strict=True):
-                # the state of an optimizer before its first step is empty
-                tensor.copy_(state[name]) if name in state else tensor.zero_()
-                state[name] = tensor
-        self._require_equal_counts()
+        self._place_counts()
+        self._take_state()
 
     @torch.no_grad()
     def __call__(self, gradients: Iterable[Tensor]) -> None:
@@ -165,36 +179,6 @@ class AdamStep:
         self._optimizer.step()
         for parameter, gradient in zip(own, before, strict=True):
             parameter.grad = gradient
-
-
-def _place_counts(optimizer: torch.optim.Adam, parameters: list[Tensor]) -> None:
-    """Keep the step counts on the device of the parameters, as ``capturable`` and ``fused`` optimizers do."""
-    group = optimizer.param_groups[0]
-    if group["fused"]:
-        return
-    # torch has capturable optimizers for all other devices
-    capturable = all(parameter.device.type not in ("cpu", "mps", "mtia", "meta") for parameter in parameters)
-    if capturable == group["capturable"]:
-        return
-    group["capturable"] = capturable
-    for parameter in parameters:
-        if state := optimizer.state.get(parameter):
-            state["step"] = state["step"].to(parameter.device if capturable else "cpu")
-
-
-def _adam_state(
-    optimizer: torch.optim.Adam, parameters: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """First moments, second moments and step counts; those that are missing are made as the optimizer makes them."""
-    fused, capturable = optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["capturable"]
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
-    for parameter in parameters:
-        if not optimizer.state.get(parameter):
-            count = torch.zeros((), dtype=dtype, device=parameter.device if fused or capturable else "cpu")
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": count, **moments}
-    states = [optimizer.state[parameter] for parameter in parameters]
-    return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:

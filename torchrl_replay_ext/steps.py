@@ -42,12 +42,6 @@ _CHANGED = (
     "Create what the first call creates before it, as with loss.make_value_estimator(gamma=..., device=...). Keep what "
     "changes in tensors, change them in place, and let two of them start as two, such as zeros and zeros.clone()."
 )
-# What to do about settings of optimizers that schedulers change.
-_REMEDIES = {
-    "lr": "Make the optimizer with lr=torch.tensor(...), on the device of the parameters: the graph reads its value.",
-    "betas": "Schedulers that cycle the momentum need cycle_momentum=False.",
-    "eps": "Keep it.",
-}
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -158,7 +152,8 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
                 name = next(name for name in now if now[name] != before[name])
                 raise RuntimeError(
                     f"compile_step: {name} of the optimizer was {before[name]} when {step.__name__} was compiled and "
-                    f"is {now[name]} now, but the graph keeps what it read before. {_REMEDIES[name]}"
+                    f"is {now[name]} now, but the graph keeps what it read before. Make the optimizer with "
+                    "lr=torch.tensor(...), on the device of the parameters, and schedulers with cycle_momentum=False."
                 )
         if without_checks is not None:
             return without_checks(*args, **kwargs)

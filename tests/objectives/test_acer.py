@@ -295,7 +295,7 @@ def test_several_agents_are_refused():
     for key in ("observation", ("next", "observation")):
         batch[key] = batch[key].unsqueeze(-2).expand(4, 9, 2, OBSERVATION)
     loss = averaged(ACERLoss(networks.actor(), networks.critic()))
-    with pytest.raises(ValueError, match=r"'logits'.*\(4, 9, 2, 4\), expected \(4, 9, 'A'\).*[Ss]everal agents"):
+    with pytest.raises(ValueError, match=r"logits.*\(4, 9, 2, 4\).*expected \(4, 9, 'A'\).*[Ss]everal agents"):
         loss(batch)
 
 
@@ -421,4 +421,4 @@ def test_values_of_some_actions():
     critic = TensorDictModule(nn.Linear(3, 1).double(), in_keys=["observation"], out_keys=["action_value"])
     setting = Setting()
     setting.loss = averaged(ACERLoss(networks.actor(), critic))
-    refuses(setting, rows(), ValueError, r"'action_value'.*\(4, 9, 1\), expected \(4, 9, 4\).*qvalue_network")
+    refuses(setting, rows(), ValueError, r"logits.*\(4, 9, 4\).*action values.*\(4, 9, 1\), expected \(4, 9, 'A'\)")

@@ -203,7 +203,7 @@ def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace"
             pi = distribution(loc.detach(), scale.detach(), squashed)
             mu = distribution(step["loc"], step["scale"], squashed)
             rho, rho_other = ((pi.log_prob(x) - mu.log_prob(x)).exp().item() for x in (a, other))
-            c_i = min(loss.retrace_thresh, rho ** (1 / ACTION if loss.rho_power is None else loss.rho_power))
+            c_i = min(loss.retrace_thresh, rho ** (1 / ACTION))
             q, v = q_and_v(observation, a, u)
             q_other = q_and_v(observation, other, u)[0].item()
             reward = step["next", "reward"].item()
@@ -261,8 +261,6 @@ def test_is_algorithm_3_for_any_networks_and_batches(distribution, statistics, s
         {"lmbda": 0.7},
         {"lmbda": 0.0},
         {"retrace_thresh": 2.5},
-        {"rho_power": 1.0},
-        {"rho_power": 0.2},
         {"use_q_opc": False},
         {"num_samples": 1},
         {"gamma": 1.0},
@@ -427,4 +425,4 @@ def test_values_of_another_shape():
     setting = Setting()
     setting.networks.critic.value_net = nn.Linear(HIDDEN, 2).double()
     setting.loss = averaged(ACERContinuousLoss(setting.networks.actor(), setting.networks.critic))
-    refuses(setting, rows(), ValueError, r"sdn.*\(4, 9, 2\)")
+    refuses(setting, rows(), ValueError, r"V.*\(4, 9, 2\), expected \(4, 9, 1\); sdn")

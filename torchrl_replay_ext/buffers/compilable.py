@@ -20,11 +20,6 @@ from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
-_NO_UNIT = (
-    "CompilableReplayBuffer(sample_unit={name}(...)): a graph can contain no sample unit other than TorchRL's "
-    "Sequence. Call sample() and update_tensordict_priority() outside the compiled function, and pass it the sample."
-)
-
 
 class CompilableReplayBuffer(TensorDictReplayBuffer):
     """A :class:`~torchrl.data.TensorDictReplayBuffer` that can be part of one compiled graph.
@@ -126,7 +121,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 raise RuntimeError("CompilableReplayBuffer.sample(wait=True): a graph cannot wait; leave wait= out.")
             if size is None:
                 raise RuntimeError("CompilableReplayBuffer.sample: pass batch_size= to the buffer or to sample().")
-            self._require_unit_of_graphs()
+            if expands_draws(self) and not isinstance(self._sample_unit, CompilableSequence):
+                raise NotImplementedError(
+                    f"CompilableReplayBuffer(sample_unit={type(self._sample_unit).__name__}(...)): a graph can contain "
+                    "no sample unit other than TorchRL's Sequence. Call sample() and update_tensordict_priority() "
+                    "outside the compiled function, and pass it the sample."
+                )
             return self._draw(size, return_info)
         if size is None or include_info is not None or waiting or not self._reads_columns() or not len(self):
             return super().sample(batch_size, return_info, include_info, **waiting)
@@ -153,25 +153,19 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
 
     def _draw(self, batch_size: int, return_info: bool) -> Any:
         """:meth:`sample` in a graph, or of columns."""
-        data, info = self._draw_rows(batch_size)
+        storage, unit = self._storage, self._sample_unit
+        if storage.ndim > 1 or not is_tensor_collection(stored_data(storage)) or self._has_transforms:
+            data, info = self._sample(batch_size)
+        else:
+            index, info = self._sampler.sample(storage, batch_size)
+            if unit is not None:
+                index, info = unit.expand(index, info, storage)
+            assert isinstance(index, Tensor)
+            info["index"] = index
+            data = self._collate_fn(storage.take(index))
         entries = {key: torch.stack(value, -1) if isinstance(value, tuple) else value for key, value in info.items()}
         set_entries(data, entries)
         return (data, info) if return_info else data
-
-    def _require_unit_of_graphs(self) -> None:
-        if expands_draws(self) and not isinstance(self._sample_unit, CompilableSequence):
-            raise NotImplementedError(_NO_UNIT.format(name=type(self._sample_unit).__name__))
-
-    def _draw_rows(self, batch_size: int) -> tuple[Any, dict]:
-        storage, unit = self._storage, self._sample_unit
-        if storage.ndim > 1 or not is_tensor_collection(stored_data(storage)) or self._has_transforms:
-            return self._sample(batch_size)
-        index, info = self._sampler.sample(storage, batch_size)
-        if unit is not None:
-            index, info = unit.expand(index, info, storage)
-        assert isinstance(index, Tensor)
-        info["index"] = index
-        return self._collate_fn(storage.take(index)), info
 
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""

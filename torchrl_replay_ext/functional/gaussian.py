@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import require_choice, require_finite
 from torchrl_replay_ext.compilation import raise_if
 
 Covariance = Literal["diag", "full"]
@@ -46,13 +47,12 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         )
     # checked in float32, where a tiny positive number becomes 0
     scale = scale.to(torch.float64 if scale.dtype == torch.float64 and scale.ndim == 2 else torch.float32)
-    variance = scale.diagonal() if scale.ndim == 2 else scale.square()
+    variance = scale.diagonal() if scale.ndim == 2 else scale.clamp_min(0).square()
 
     def require(is_met: Callable[[], Any], rule: str) -> None:
         raise_if(lambda: not is_met(), lambda: ValueError(f"{owner}(noise_scale={noise_scale}): {rule}"))
 
     require(lambda: scale.isfinite().all(), "noise_scale must be finite.")
-    require(lambda: scale.ndim == 2 or scale.gt(0).all(), "noise_scale must be > 0.")
     require(lambda: variance.gt(0).all(), "noise_scale must be > 0, and so must its square in float32.")
     if scale.ndim == 2:
         require(
@@ -100,10 +100,8 @@ def gaussian_policy_kl(
         >>> gaussian_policy_kl(noise + 0.1, 0.1, eps=0.0)
         tensor(0.5000)
     """
-    if covariance not in ("diag", "full"):
-        raise ValueError(f"gaussian_policy_kl(covariance={covariance!r}): covariance must be 'diag' or 'full'.")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"gaussian_policy_kl(eps={eps}): eps must be >= 0 and finite.")
+    require_choice("gaussian_policy_kl", "covariance", covariance, get_args(Covariance))
+    require_finite("gaussian_policy_kl", "eps", eps)
     if difference.ndim < 2 or not difference.shape[-2]:
         raise ValueError(f"gaussian_policy_kl: difference has shape {tuple(difference.shape)}, expected [..., B, A].")
     if not difference.is_floating_point():

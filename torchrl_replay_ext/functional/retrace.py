@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import require_number
 
+Statistics = TypeVar("Statistics", Tensor, tuple[Tensor, ...])
 UNIT_INTERVAL = partial(require_number, valid=lambda x: 0 <= x <= 1, rule="in [0, 1]")
 THRESHOLD = partial(require_number, valid=lambda x: x >= 0, rule=">= 0; use math.inf for no truncation")
 POWER = partial(require_number, valid=lambda x: 0 < x < math.inf, rule="> 0 and finite")
@@ -39,6 +40,13 @@ def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
                 f"{name}: {key} has shape {tuple(tensor.shape)}, expected {tuple(expected)}; all tensors must have the "
                 "same shape."
             )
+
+
+def last_steps(done: Tensor, time_dim: int) -> Tensor:
+    """True in done steps and in the last step of a row, bool in the shape of ``done``."""
+    last = torch.zeros_like(done, dtype=torch.bool)
+    last.movedim(time_dim, 0)[-1:] = True
+    return last | done.to(torch.bool)
 
 
 def _later(x: Tensor, steps: int) -> Tensor:
@@ -305,9 +313,7 @@ def importance_sampling_return(
     _require_shape(
         "importance_sampling_return", next_state_value.shape, log_pi=log_pi, log_mu=log_mu, reward=reward, done=done
     )
-    last = torch.zeros_like(done.movedim(time_dim, 0), dtype=torch.bool)
-    last[-1:] = True
-    value = next_state_value.masked_fill(~(done.to(torch.bool) | last.movedim(0, time_dim)), 0.0)
+    value = next_state_value.masked_fill(~last_steps(done, time_dim), 0.0)
     trace = importance_ratio(log_pi, log_mu)
     return off_policy_trace_return(
         gamma, trace, torch.zeros_like(value), value, reward, done, terminated, time_dim=time_dim
@@ -343,19 +349,7 @@ def acer_value_target(
     return importance_ratio(log_pi, log_mu).clamp_max(1.0) * (q_ret - action_value) + state_value
 
 
-@overload
-def trust_region_projection(g: Tensor, k: Tensor, delta: float) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def trust_region_projection(
-    g: tuple[Tensor, ...], k: tuple[Tensor, ...], delta: float
-) -> tuple[tuple[Tensor, ...], Tensor]: ...
-
-
-def trust_region_projection(
-    g: Tensor | tuple[Tensor, ...], k: Tensor | tuple[Tensor, ...], delta: float
-) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+def trust_region_projection(g: Statistics, k: Statistics, delta: float) -> tuple[Statistics, Tensor]:
     r"""Project a policy gradient g so that a divergence grows at a rate of at most δ (Wang et al. 2017, Eqs. 11-12).
 
     ``z = g − max(0, (kᵀg − δ) / |k|²) k`` minimises ½ |g − z|² subject to kᵀz <= δ. Where k is 0, z is g. The result is
@@ -395,5 +389,5 @@ def trust_region_projection(
     square = unit.square().sum(-1, keepdim=True)
     step = torch.where(active, excess, torch.zeros_like(excess)) / torch.where(active, square, torch.ones_like(square))
     z = joint - step * unit
-    parts = z.split([x.shape[-1] for x in gs], -1)
+    parts: Any = z.split([x.shape[-1] for x in gs], -1)
     return (parts[0] if isinstance(g, Tensor) else parts), active.squeeze(-1)

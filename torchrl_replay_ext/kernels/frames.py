@@ -119,18 +119,16 @@ def write(slots, before, after, trajectory, refuses, frames, ids, references, fr
                 slots[row],
                 counts[2] + row + 1,
             )
-        shared, previous = 0, codes[i - 1] if number > 0 else 0
+        shared, previous = np.int64(0), codes[i - 1] if number > 0 else np.int64(0)
         if number < k and last >= 0:
             shared = codes[last * width + number + 1]
         elif number < k and slot >= 0:
             shared = _within(ids[slot, number + 1], num_frames)
         codes[i] = -1 - i
-        if _is(-1 - i, shared, before, after, frames, k, length):
-            codes[i] = shared
-        elif _is(-1 - i, previous, before, after, frames, k, length):
-            codes[i] = previous
-        elif _is(-1 - i, 0, before, after, frames, k, length):
-            codes[i] = 0
+        for code in (shared, previous, np.int64(0)):
+            if _is(-1 - i, code, before, after, frames, k, length):
+                codes[i] = code
+                break
         num_new += codes[i] == -1 - i
     counts[2] += slots.shape[0]
     num_free = _exchange(1, slots, codes, ids, references, free)

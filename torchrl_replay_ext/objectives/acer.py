@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, get_args
@@ -16,9 +15,9 @@ from torch.distributions import Categorical, OneHotCategorical
 from torchrl_replay_ext.arguments import key_path, require_choice
 from torchrl_replay_ext.functional.retrace import log_ratio
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, inverse
-from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities
+from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities, of_all_actions
 from torchrl_replay_ext.objectives.shifted import evaluate_rows
-from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry, require_shape
+from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry
 
 Statistics = Literal["probs", "logits", "log_probs"]
 # TorchRL's own categorical distributions are subclasses of these.
@@ -133,6 +132,7 @@ class ACERLoss(ACERBase):
     qvalue_network_params: TensorDictParams
     target_qvalue_network_params: TensorDictParams
     statistics: Statistics
+    _CRITIC = "qvalue_network"
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
         **ACERBase._ARGUMENTS,
         "statistics": partial(require_choice, choices=get_args(Statistics)),
@@ -161,36 +161,34 @@ class ACERLoss(ACERBase):
                 f"ACERLoss: qvalue_network must be a TensorDictModule that writes the values of all actions, not "
                 f"{type(qvalue_network).__name__}."
             )
-        super().__init__(actor_network, ("qvalue_network", qvalue_network), locals())
+        super().__init__(locals())
         last = actor_network[-1]
         kind = getattr(last, "distribution_class", None)
         known = isinstance(kind, type) and issubclass(kind, _DISTRIBUTIONS)
         # the names of the distribution's arguments; without a mapping, these are the last parts of the keys
         names = [key_path(key)[-1] for key in getattr(last, "dist_keys", last.in_keys)]
         # any other argument, such as an action mask, would change the probabilities
-        if not known or names not in (["logits"], ["probs"]):
+        others = sorted({*(getattr(last, "distribution_kwargs", None) or ())} - _WITHOUT_EFFECT)
+        if not known or names not in (["logits"], ["probs"]) or others:
             raise ValueError(
                 f"ACERLoss: the actor's distribution must be Categorical or OneHotCategorical and read 'logits' or "
-                f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)}. To read an entry with "
-                "another name, pass in_keys={'logits': <entry>} to the actor."
-            )
-        if others := sorted({*(getattr(last, "distribution_kwargs", None) or ())} - _WITHOUT_EFFECT):
-            raise ValueError(
-                f"ACERLoss: the actor's distribution {kind} has the arguments {others}, which may change its "
-                "probabilities; let the network write the logits of impossible actions as -inf instead."
+                f"'probs' alone, not {kind} that reads {names} from {list(last.in_keys)} and has the arguments "
+                f"{others}, since others may change its probabilities. To read an entry with another name, pass "
+                "in_keys={'logits': <entry>} to the actor; to exclude actions, let the network write their logits as "
+                "-inf."
             )
         self._parameter, self._parameter_name = last.in_keys[0], names[0]
         self.set_keys(behaviour=behaviour_key)
 
     @property
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        return (self.tensor_keys.behaviour,)
+    def _observed(self) -> list[NestedKey]:
+        """The inputs of the networks."""
+        of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
+        return list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
 
     @property
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        of_critic = [key for key in self.qvalue_network.in_keys if key not in self.actor_network.out_keys]
-        keys = list(dict.fromkeys([*self.actor_network.in_keys, *of_critic]))
-        return keys, keys
+    def _entries(self) -> dict[NestedKey, str]:
+        return entries_read(self.tensor_keys, self._observed, self._observed, [self.tensor_keys.behaviour])
 
     def _log_policy(self, state: TensorDictBase) -> Tensor:
         """Log-probabilities of all actions [*B, T, A] from the distribution's parameters."""
@@ -201,27 +199,18 @@ class ACERLoss(ACERBase):
         state = self._distribution(state)
         with self._params("qvalue_network"):
             state = self.qvalue_network(state)
-        log_pi, key = self._log_policy(state), self.tensor_keys.action_value
-        if log_pi.shape[:-1] != state.batch_size:
-            raise ValueError(
-                f"ACERLoss: {self._parameter!r} of actor_network has shape {tuple(log_pi.shape)}, expected "
-                f"{(*state.batch_size, 'A')}: one categorical distribution per step. For several agents, give the "
-                "batch one row per agent and trajectory."
-            )
         author = "qvalue_network writes it; set its name with set_keys(action_value=)"
-        value = require_entry("ACERLoss", state, key, author)
-        require_shape("ACERLoss", key, value, log_pi.shape, author=f"one value for each action of the actor; {author}")
-        # the value of an action with probability 0 may be infinite
-        return log_pi, value.masked_fill((log_pi == -math.inf) & value.isinf(), 0.0)
+        q = require_entry("ACERLoss", state, self.tensor_keys.action_value, author)
+        return of_all_actions("ACERLoss", state.batch_size, self._log_policy(state), q)
 
     def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
         networks, keys = (self.actor_network, self.qvalue_network), self.tensor_keys
-        states = rows.states(self._read[0], networks)
+        states = rows.states(self._observed, networks)
         log_pi, q, next_value = evaluate_rows(rows, states, networks, self._evaluate, shifted=shifted)
         with torch.no_grad():
             average = self._distribution(states[0].select(*self.actor_network.in_keys), average=True)
             log_average = self._log_policy(average)
-            (behaviour,) = self._statistics(rows, log_pi)
+            behaviour = self._stored(rows, keys.behaviour, log_pi)
             if is_probability(keys.behaviour):
                 self._require_written(keys.behaviour, behaviour.sum(-1), rows)
             log_mu = log_probabilities(behaviour, keys.behaviour)
@@ -232,7 +221,7 @@ class ACERLoss(ACERBase):
         finite = log_pi.masked_fill(log_pi.isinf(), 0.0)
         with torch.no_grad():
             log_pi_taken, log_mu_taken = log_pi.gather(-1, taken), log_mu.gather(-1, taken)
-            q_ret = self._returns(rows, log_pi_taken, log_mu_taken, q_taken, next_value)
+            q_ret = self._returns(rows, log_pi_taken, log_mu_taken, q_taken, next_value)  # Eq. 5
             pi, pi_average = probability.detach(), log_average.exp()
             value = (pi * q).sum(-1, keepdim=True)
             rho, beyond = self._weights(log_pi, log_mu)
@@ -256,7 +245,7 @@ class ACERLoss(ACERBase):
             k=k,
             kl=kl,
             entropy=-(probability * finite).sum(-1),
-            rho=rho.squeeze(-1),
+            rho=rho,
             bc_weight=(pi * beyond).sum(-1),
-            q_error=q_ret - q_taken,
+            q_error=q_ret - q_taken,  # Eq. 6
         )

@@ -12,18 +12,17 @@ from typing import Any, ClassVar
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams, dispatch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.objectives import LossModule
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_finite, require_number
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
 from torchrl_replay_ext.functional import importance_sampling_return, retrace, trust_region_projection
 from torchrl_replay_ext.functional.retrace import THRESHOLD, UNIT_INTERVAL, log_ratio, max_log_ratio
-from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, entries_read, require_shape
+from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, require_shape
 
 # Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.
 Check = Callable[[str, str, Any], Any]
-_BEHAVIOUR = f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution"
 
 
 def _reduction(owner: str, name: str, value: Any) -> str:
@@ -55,8 +54,8 @@ class Terms:
         k: the gradient of the divergence with respect to φ, in the shape of ``phi``.
         kl: the divergence D_KL(average ‖ current policy), [*B, T].
         entropy: the entropy of the policy, [*B, T].
-        rho: truncated importance weights, [*B, T].
-        bc_weight: weights of the bias correction, [*B, T].
+        rho: truncated importance weights, [*B, T] or [*B, T, 1].
+        bc_weight: weights of the bias correction, [*B, T] or [*B, T, 1].
         q_error: errors of Q, [*B, T, 1].
         v_loss: weighted squared errors of V, [*B, T]. Default: None, V has no loss.
         td_error: errors that determine the priorities, [*B, T, 1]. Default: None, ``q_error``.
@@ -83,9 +82,8 @@ class ACERBase(LossModule):
     their losses, which are buffers, in TorchRL's ``_schedulable_buffers``.
 
     Args:
-        actor_network: the policy.
-        critic: the name and the module of the critic.
-        arguments: the local variables of the constructor; those in ``_ARGUMENTS`` become attributes.
+        arguments: the arguments of the constructor by name: ``actor_network``, the critic, and those in ``_ARGUMENTS``,
+            which become attributes.
     """
 
     @dataclass
@@ -125,17 +123,14 @@ class ACERBase(LossModule):
         "entropy_coeff": coefficient,
         "critic_coeff": coefficient,
     }
+    # the name of the critic
+    _CRITIC: str
     _LOSSES: tuple[str, ...] = ("loss_actor", "loss_qvalue", "loss_entropy")
     _DIAGNOSTICS = ("entropy", "kl", "rho", "bc_weight", "tr_active")
 
-    def __init__(
-        self,
-        actor_network: ProbabilisticTensorDictSequential,
-        critic: tuple[str, nn.Module],
-        arguments: Mapping[str, Any],
-    ):
-        name = type(self).__name__
+    def __init__(self, arguments: Mapping[str, Any]):
         super().__init__()
+        name, actor_network = type(self).__name__, arguments["actor_network"]
         if not isinstance(actor_network, ProbabilisticTensorDictSequential):
             raise TypeError(
                 f"{name}: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDictSequential, "
@@ -144,8 +139,7 @@ class ACERBase(LossModule):
         checked = {key: check(name, key, arguments[key]) for key, check in self._ARGUMENTS.items()}
         self.convert_to_functional(actor_network, "actor_network", create_target_params=True)
         # without ``compare_against``: parameters that the two networks share get the gradients of both losses
-        self.convert_to_functional(critic[1], critic[0])  # pyright: ignore[reportArgumentType]: any module will do
-        self._network_names = ("actor_network", critic[0])
+        self.convert_to_functional(arguments[self._CRITIC], self._CRITIC)
         self.out_keys = [*self._LOSSES, *self._DIAGNOSTICS]
         device = next(self.parameters()).device
         for key, value in checked.items():
@@ -164,7 +158,7 @@ class ACERBase(LossModule):
 
         Modules without this method keep their values.
         """
-        for name in self._network_names:
+        for name in ("actor_network", self._CRITIC):
             with self._params(name):
                 for module in getattr(self, name).modules():
                     if hasattr(module, "reset_parameters"):
@@ -185,18 +179,8 @@ class ACERBase(LossModule):
 
     @property
     @abstractmethod
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        """The entries with the statistics of the behaviour policy."""
-
-    @property
-    @abstractmethod
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The entries that the networks read for x_t, and those that they read for x_{t+1}."""
-
-    @property
     def _entries(self) -> dict[NestedKey, str]:
-        by_policy = {self.tensor_keys.action: WRITTEN_BY_POLICY, **dict.fromkeys(self._behaviour, _BEHAVIOUR)}
-        return entries_read(self.tensor_keys, *self._read, by_policy)
+        """The entries that the loss reads, and the components that write them."""
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -217,19 +201,15 @@ class ACERBase(LossModule):
         with self._params("actor_network", average=average):
             return self.actor_network.get_dist_params(state)  # pyright: ignore[reportReturnType]: annotated as a tuple
 
-    def _statistics(self, rows: Trajectories, policy: Tensor) -> list[Tensor]:
-        """The stored statistics of the behaviour policy, detached, in the shape of those of the current ``policy``."""
-        result = []
-        for key in self._behaviour:
-            value = rows.data.get(key).detach()
-            author = f"as for the current policy; {WRITTEN_BY_POLICY}"
-            require_shape(rows.owner, key, value, policy.shape, author=author)
-            result.append(value.to(torch.promote_types(value.dtype, policy.dtype)))
-        return result
+    def _stored(self, rows: Trajectories, key: NestedKey, policy: Tensor) -> Tensor:
+        """A stored statistic of the behaviour policy, detached, in the shape of that of the current ``policy``."""
+        value = rows.data.get(key).detach()
+        require_shape(rows.owner, key, value, policy.shape, author=f"as for the current policy; {WRITTEN_BY_POLICY}")
+        return value.to(torch.promote_types(value.dtype, policy.dtype))
 
     def _require_written(self, key: NestedKey, positive: Tensor, rows: Trajectories) -> None:
         """Raise ValueError if ``positive`` [*B, T] is not > 0 in a valid step, except on accelerators and in graphs."""
-        missing = positive <= 0 if rows.valid is None else (positive <= 0) & rows.valid
+        missing = rows.fill(positive <= 0)
         raise_if(
             missing.any,
             lambda: ValueError(
@@ -276,8 +256,6 @@ class ACERBase(LossModule):
                 on an accelerator, the values of these next states, and so the losses, are NaN instead.
         """
         name, time_dim = type(self).__name__, tensordict.batch_dims - 1
-        if time_dim < 0:
-            raise ValueError(f"{name}: the batch must have the shape [*B, T] of trajectories, not [].")
         rows = Trajectories(name, tensordict, self.tensor_keys, self._entries, self._loss_mask_keys(), time_dim)
         terms = self._terms(rows, shifted)
         z, active = terms.g, torch.zeros_like(terms.kl)
@@ -297,7 +275,8 @@ class ACERBase(LossModule):
         error = terms.q_error if terms.td_error is None else terms.td_error
         tensordict.set(self.tensor_keys.priority, rows.fill(error.detach()).square().squeeze(-1))
         reduced = {key: self._reduced(value, tensordict, rows, weights) for key, value in losses.items()}
-        self._clear_weakrefs(tensordict, *(f"{t}{n}_params" for n in self._network_names for t in ("", "target_")))
+        networks = "actor_network", self._CRITIC
+        self._clear_weakrefs(tensordict, *(f"{t}{name}_params" for name in networks for t in ("", "target_")))
         return TensorDict({**reduced, **diagnostics})
 
     def _reduced(self, loss: Tensor, tensordict: TensorDictBase, rows: Trajectories, weights: Tensor | None) -> Tensor:

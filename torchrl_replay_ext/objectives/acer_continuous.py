@@ -15,11 +15,10 @@ from torch.distributions import Normal, kl_divergence
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
-from torchrl_replay_ext.functional.retrace import POWER
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
-from torchrl_replay_ext.objectives.shifted import ShiftedStates
-from torchrl_replay_ext.objectives.trajectory import Trajectories, require_entry
+from torchrl_replay_ext.objectives.shifted import separate_states
+from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry, require_shape
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
 _STATISTICS = (("loc",), ("loc", "scale"))
@@ -80,7 +79,7 @@ class ACERContinuousLoss(ACERBase):
 
     The paper does not say how many steps k there are near the end of a trajectory. Here, as in A3C, step t + k − 1 is
     the last one of the row or of the episode. ``loss_qvalue`` and ``bc_weight`` are 0, and ``rho`` is the mean of w_t.
-    ``lmbda``, ``num_samples``, ``critic_coeff``, ``retrace_thresh``, ``rho_power`` and ``use_q_opc`` have no effect.
+    ``lmbda``, ``num_samples``, ``critic_coeff``, ``retrace_thresh`` and ``use_q_opc`` have no effect.
 
     Args:
         actor_network: a :class:`~torchrl.modules.ProbabilisticActor` with the distribution Normal, IndependentNormal or
@@ -99,8 +98,7 @@ class ACERContinuousLoss(ACERBase):
         entropy_coeff: weight of the entropy, >= 0. Default: 0.0.
         critic_coeff: weight of the loss of Q̃, >= 0. Default: 0.5.
         value_coeff: weight of the loss of V, >= 0. Default: 0.5.
-        retrace_thresh: truncation of ρ^rho_power in the traces of Retrace, >= 0. Default: 1.0.
-        rho_power: exponent of ρ in the traces of Retrace, > 0. Default: None, 1/d.
+        retrace_thresh: truncation of ρ^{1/d} in the traces of Retrace, >= 0. Default: 1.0.
         use_q_opc: True (default): g_t contains Q^opc, as in Eq. 16; False: Q^ret.
         returns: "retrace" (default); "importance_sampling", which replaces both Q^ret and Q^opc, as in an ablation of
             the paper (App. E.4); or "truncated_importance_sampling", the baseline described above.
@@ -157,15 +155,14 @@ class ACERContinuousLoss(ACERBase):
     target_sdn_params: TensorDictParams
     statistics: tuple[str, ...]
     num_samples: int
-    rho_power: float | None
     use_q_opc: bool
     value_coeff: Tensor
+    _CRITIC = "sdn"
     _schedulable_buffers = frozenset({"value_coeff"})
     _ARGUMENTS: ClassVar[dict[str, Check]] = {
         **ACERBase._ARGUMENTS,
         "statistics": _statistics,
         "num_samples": require_integer,
-        "rho_power": lambda owner, name, value: None if value is None else POWER(owner, name, value),
         "use_q_opc": require_bool,
         "returns": partial(require_choice, choices=("retrace", "importance_sampling", _TRUNCATED)),
         "value_coeff": coefficient,
@@ -188,7 +185,6 @@ class ACERContinuousLoss(ACERBase):
         critic_coeff: float = 0.5,
         value_coeff: float = 0.5,
         retrace_thresh: float = 1.0,
-        rho_power: float | None = None,
         use_q_opc: bool = True,
         returns: str = "retrace",
         behaviour_keys: tuple[NestedKey, NestedKey] = ("loc", "scale"),
@@ -204,18 +200,15 @@ class ACERContinuousLoss(ACERBase):
                 f"ACERContinuousLoss: sdn must be a StochasticDuelingNetwork, or a module with the same forward() and "
                 f"state_value(), not {type(sdn).__name__}."
             )
-        super().__init__(actor_network, ("sdn", sdn), locals())
+        super().__init__(locals())
         self._squashed = is_squashed(actor_network, "ACERContinuousLoss")
         self.set_keys(behaviour_loc=behaviour_keys[0], behaviour_scale=behaviour_keys[1])
 
     @property
-    def _behaviour(self) -> tuple[NestedKey, ...]:
-        return self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
-
-    @property
-    def _read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        observation = self.tensor_keys.observation
-        return list(dict.fromkeys([*self.actor_network.in_keys, observation])), [observation]
+    def _entries(self) -> dict[NestedKey, str]:
+        keys = self.tensor_keys
+        state = [*self.actor_network.in_keys, keys.observation]
+        return entries_read(keys, state, [keys.observation], [keys.behaviour_loc, keys.behaviour_scale])
 
     def sample_actions(self, loc: Tensor, scale: Tensor, n: int) -> Tensor:
         """Draw n actions of the Gaussian policy for each state, before any tanh, from torch's global generator.
@@ -240,16 +233,16 @@ class ACERContinuousLoss(ACERBase):
         return loc, scale
 
     def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
-        key = self.tensor_keys.observation
-        state, following = rows.states([key], [self.sdn])
-        shift = ShiftedStates(rows, state, following, [self.sdn]) if shifted else None
+        key, networks = self.tensor_keys.observation, [self.sdn]
+        states = rows.states([key], networks)
+        following, join = separate_states(rows, states, networks) if shifted else (states[1], None)
 
         def next_value(value: Tensor) -> Tensor:
             """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
+            require_shape(rows.owner, "V", value, rows.reward.shape, author="sdn and its state_value return it")
             with torch.no_grad():
-                if shift is None:
-                    return self.sdn.state_value(following.get(key))
-                return shift.next_value(torch.cat([value, self.sdn.state_value(shift.separate.get(key))], -2))
+                after = self.sdn.state_value(following.get(key))
+                return after if join is None else join(value, after)
 
         policy = _gaussian(*self._policy(rows.data))
         action = rows.data.get(self.tensor_keys.action)
@@ -261,8 +254,9 @@ class ACERContinuousLoss(ACERBase):
             )
         with torch.no_grad():
             average = _gaussian(*self._policy(rows.data, average=True))
-            mu = _gaussian(*self._statistics(rows, policy.loc))
-            self._require_written(self.tensor_keys.behaviour_scale, mu.scale.amin(-1), rows)
+            keys = self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
+            mu = _gaussian(*(self._stored(rows, key, policy.loc) for key in keys))
+            self._require_written(keys[1], mu.scale.amin(-1), rows)
             raw = inside_bounds(action, "ACERContinuousLoss").atanh() if self._squashed else action
         terms_of = self._truncated_terms if self.returns == _TRUNCATED else self._acer_terms
         with self._params("sdn"):
@@ -290,35 +284,28 @@ class ACERContinuousLoss(ACERBase):
         """
         with torch.no_grad():
             drawn = self.sample_actions(policy.loc, policy.scale, self.num_samples + 1)
-            # a_t and a'_t
+            # of a_t and of a'_t
             both = torch.stack([raw, drawn[..., 0, :]], -2)
             log_pi, log_mu = _log_prob(policy, both), _log_prob(mu, both)
+            (rho, _), (_, beyond) = (weight.unbind(-2) for weight in self._weights(log_pi, log_mu))
             seen = drawn.tanh() if self._squashed else drawn
             actions = torch.stack([rows.data.get(self.tensor_keys.action), seen[..., 0, :]], -2)
         observation = rows.data.get(self.tensor_keys.observation)
         q_both, value = self.sdn(observation, actions, seen[..., 1:, :])
-        next_value, shape = next_value_of(value), rows.reward.shape
-        if (q_both.shape, value.shape, next_value.shape) != ((*shape[:-1], 2, 1), shape, shape):
-            raise ValueError(
-                f"ACERContinuousLoss: sdn returned Q of shape {tuple(q_both.shape)} and V of shape "
-                f"{tuple(value.shape)}, expected {(*shape[:-1], 2, 1)}, for two actions, and {tuple(shape)}."
-            )
-        q = q_both[..., 0, :]
+        next_value = next_value_of(value)
+        require_shape(rows.owner, "Q", q_both, (*value.shape[:-1], 2, 1), author="sdn returns it for two actions")
+        q, q_other = q_both.unbind(-2)
         with torch.no_grad():
-            power = 1 / raw.shape[-1] if self.rho_power is None else self.rho_power
             of_taken = log_pi[..., 0, :], log_mu[..., 0, :]
-            q_actor = q_ret = self._returns(rows, *of_taken, q, next_value, power)
+            q_actor = q_ret = self._returns(rows, *of_taken, q, next_value, power=1 / raw.shape[-1])  # Eq. 5
             if self.use_q_opc and self.returns == "retrace":
-                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, *rows.ends)
+                q_actor = q_opc(self.gamma, self.lmbda, q, next_value, *rows.ends)  # Eq. 21
             if isinstance(self.sdn, SeparateValueNetworks):
                 value_weight, target = importance_ratio(*of_taken), q_ret  # App. E.4
             else:
                 value_weight, target = torch.ones_like(q), acer_value_target(*of_taken, q_ret, q, value)  # Eq. 14
-            rho, beyond = self._weights(log_pi, log_mu)
-            rho, beyond = rho[..., 0, :], beyond[..., 1, :]
-            advantage = torch.stack([q_actor, q_both[..., 1, :]], -2) - value.unsqueeze(-2)
-            weights = torch.stack([rho, beyond], -2) * advantage  # Eq. 16
-        terms = {"rho": rho.squeeze(-1), "bc_weight": beyond.squeeze(-1), "q_error": q_ret - q}
+            weights = torch.stack([rho * (q_actor - value), beyond * (q_other - value)], -2)  # Eq. 16
+        terms = {"rho": rho, "bc_weight": beyond, "q_error": q_ret - q}
         return both, weights, {**terms, "v_loss": self._value_loss(rows, value_weight, target - value)}
 
     def _truncated_terms(
@@ -327,11 +314,6 @@ class ACERContinuousLoss(ACERBase):
         """The terms of truncated importance sampling, App. E.2; arguments and result are those of ``_acer_terms``."""
         value = self.sdn.state_value(rows.data.get(self.tensor_keys.observation))
         next_value = next_value_of(value)
-        if not value.shape == next_value.shape == rows.reward.shape:
-            raise ValueError(
-                f"ACERContinuousLoss: sdn.state_value returned V of shape {tuple(value.shape)}, expected "
-                f"{tuple(rows.reward.shape)}."
-            )
         zero, actions = torch.zeros_like(value), raw.unsqueeze(-2)
         with torch.no_grad():
             log_rho = (_log_prob(policy, actions) - _log_prob(mu, actions)).squeeze(-2)
@@ -341,7 +323,7 @@ class ACERContinuousLoss(ACERBase):
             returns = importance_sampling_return(self.gamma, zero, zero, next_value, *rows.ends)
             weights = (rho * (returns - value)).unsqueeze(-2)
         error = returns - value
-        terms = {"rho": rho.squeeze(-1), "bc_weight": zero.squeeze(-1), "q_error": zero, "td_error": error}
+        terms = {"rho": rho, "bc_weight": zero, "q_error": zero, "td_error": error}
         return actions, weights, {**terms, "v_loss": self._value_loss(rows, rho, error)}
 
     def _value_loss(self, rows: Trajectories, weight: Tensor, error: Tensor) -> Tensor:

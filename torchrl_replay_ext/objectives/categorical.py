@@ -30,11 +30,25 @@ def log_probabilities(value: Tensor, key: NestedKey) -> Tensor:
 
 
 def expectation(log_pi: Tensor, q: Tensor) -> Tensor:
-    """V = Σ_a π(a) Q(a), [..., 1], of log-probabilities and values [..., A].
+    """V = Σ_a π(a) Q(a), [..., 1], of log-probabilities and values [..., A] of :func:`of_all_actions`."""
+    return (log_pi.exp() * q).sum(-1, keepdim=True)
 
-    The value of an action with probability 0 may be infinite.
+
+def of_all_actions(owner: str, shape: torch.Size, log_pi: Tensor | None, q: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The log π and Q of all actions, [\*B, T, A] each; Q is 0 where it is not finite and π is 0.
+
+    Raises:
+        ValueError: if the shapes differ, or are not those of one action per step of the batch ``shape`` [\*B, T].
     """
-    return (log_pi.exp() * q.masked_fill(log_pi == -math.inf, 0.0)).sum(-1, keepdim=True)
+    if log_pi is None or log_pi.shape != q.shape or q.shape[:-1] != shape:
+        found = None if log_pi is None else tuple(log_pi.shape)
+        raise ValueError(
+            f"{owner}: the logits of the policy have shape {found} and the action values shape {tuple(q.shape)}, "
+            f"expected {(*shape, 'A')} for both: one categorical distribution per step, and one value for each of its "
+            "actions. For several agents, give the batch one row per agent and trajectory."
+        )
+    # x − x is NaN unless x is finite
+    return log_pi, q.masked_fill((log_pi == -math.inf) & (q - q).isnan(), 0.0)
 
 
 def action_index(rows: Trajectories, key: NestedKey, num_actions: int) -> Tensor:

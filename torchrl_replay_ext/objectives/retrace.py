@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch, set_skip_existing
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torchrl.objectives import DQNLoss, LossModule
@@ -21,7 +21,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_replay_ext.arguments import require_bool, require_choice
 from torchrl_replay_ext.functional import retrace
 from torchrl_replay_ext.functional.retrace import POWER, THRESHOLD, UNIT_INTERVAL
-from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities
+from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities, of_all_actions
 from torchrl_replay_ext.objectives.shifted import evaluate_rows
 from torchrl_replay_ext.objectives.trajectory import (
     WRITTEN_BY_POLICY,
@@ -73,10 +73,6 @@ class RetraceEstimator(ValueEstimatorBase):
         rho_thresh: truncation c of ρ^power, >= 0; ``math.inf``: no truncation. Default: 1.0.
         rho_power: exponent of ρ, > 0. Default: 1.0.
         policy: π: "actor" (default), or "greedy" for the greedy policy of ``value_network``.
-        differentiable: whether gradients flow through the estimate. They never reach the networks' own parameters.
-            Default: False.
-        skip_existing: if True, an "action_value" in the batch is used and not computed again, as in TorchRL's
-            estimators. Default: None, the setting of tensordict's ``set_skip_existing``.
         device: device of TorchRL's base class. Default: None, torch's default device.
         time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
         shifted: see :meth:`ACERLoss.forward`; without effect if ``next_value`` is given. Default: False.
@@ -149,36 +145,18 @@ class RetraceEstimator(ValueEstimatorBase):
         rho_thresh: float | Tensor = 1.0,
         rho_power: float | Tensor = 1.0,
         policy: str = "actor",
-        differentiable: bool = False,
-        skip_existing: bool | None = None,
         device: torch.device | None = None,
         time_dim: int | None = None,
         shifted: bool = False,
     ):
         require_bool("RetraceEstimator", "shifted", shifted)
-        if shifted and skip_existing:
-            raise ValueError(
-                "RetraceEstimator(shifted=True, skip_existing=True): the values of x_t and x_{t+1} are computed "
-                "together; use shifted=False for a batch that has values."
-            )
         if policy == "actor" and not hasattr(actor_network, "get_dist"):
             raise TypeError(
                 "RetraceEstimator: actor_network must be a ProbabilisticActor or another ProbabilisticTensorDict"
                 f"Sequential, not {type(actor_network).__name__}; use policy='greedy' for the greedy policy of "
                 "value_network."
             )
-        space = getattr(value_network, "action_space", None)
-        if space in ("mult_one_hot", "binary"):
-            raise ValueError(
-                f"RetraceEstimator: value_network has action_space={space!r}; an action must be one of A choices."
-            )
-        super().__init__(
-            value_network=value_network,
-            shifted=shifted,
-            differentiable=differentiable,
-            skip_existing=skip_existing,
-            device=device,
-        )
+        super().__init__(value_network=value_network, shifted=shifted, device=device)
         name = "RetraceEstimator"
         self.gamma = UNIT_INTERVAL(name, "gamma", gamma)
         self.lmbda = UNIT_INTERVAL(name, "lmbda", lmbda)
@@ -225,12 +203,15 @@ class RetraceEstimator(ValueEstimatorBase):
         return [self.value_network, *([self.actor_network] if self.policy == "actor" else [])]
 
     @property
+    def _observed(self) -> list[NestedKey]:
+        """The inputs of the networks."""
+        return list(dict.fromkeys(key for network in self._networks for key in network.in_keys))
+
+    @property
     def _entries(self) -> dict[NestedKey, str]:
         """The entries that the estimator reads, and the components that write them."""
-        observed = dict.fromkeys(key for network in self._networks for key in network.in_keys)
         keys: Any = self.tensor_keys
-        by_policy = dict.fromkeys((keys.action, keys.sample_log_prob), WRITTEN_BY_POLICY)
-        return entries_read(keys, observed, observed, by_policy)
+        return entries_read(keys, self._observed, self._observed, [keys.sample_log_prob])
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -255,17 +236,13 @@ class RetraceEstimator(ValueEstimatorBase):
         Returns:
             The batch.
         """
-        if params is not None:
-            params = params.detach()
         if target_params is None:
             target_params = params
-        with self._evaluation():
-            q_ret, state, q, log_pi = self._estimate(tensordict, target_params)
-            if params is not target_params:
-                q = self._action_values(state, params)
-                log_pi = self._log_policy(state, q)
-            tensordict.set(self.tensor_keys.advantage, q_ret - expectation(log_pi, q))
-            tensordict.set(self.tensor_keys.value_target, q_ret)
+        q_ret, state, policy_and_values = self._estimate(tensordict, target_params)
+        if params is not target_params:
+            policy_and_values = self._evaluate(state, params)
+        tensordict.set(self.tensor_keys.advantage, q_ret - expectation(*policy_and_values))
+        tensordict.set(self.tensor_keys.value_target, q_ret)
         return tensordict
 
     def value_estimate(
@@ -288,12 +265,7 @@ class RetraceEstimator(ValueEstimatorBase):
         Returns:
             Q^ret, [\*B, T, 1].
         """
-        self._check_action(tensordict)
-        with self._evaluation():
-            return self._estimate(tensordict, target_params, next_value, time_dim)[0]
-
-    def _check_action(self, tensordict: TensorDictBase) -> None:
-        """Raise ValueError if a loss ran the network on the batch and thereby replaced the actions taken."""
+        # a loss may have run the network on the batch, and thereby replaced the actions taken
         keys, key = self.value_network.out_keys, self.tensor_keys.action
         written = [tensordict.get(k, None) for k in keys if k != key]
         # entries read from a buffer do not require gradients; outputs of the network do
@@ -303,98 +275,67 @@ class RetraceEstimator(ValueEstimatorBase):
                 "actions. Give loss and estimator a network that writes values only, such as actor[0], the first "
                 "module of a QValueActor; or store a copy of the action and set its name with set_keys(action=)."
             )
+        return self._estimate(tensordict, target_params, next_value, time_dim)[0]
 
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        skip = nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing)
-        with torch.set_grad_enabled(self.differentiable), skip:
-            yield
-
+    @torch.no_grad()
     def _estimate(
         self,
         tensordict: TensorDictBase,
         params: TensorDictBase | None,
         next_value: Tensor | None = None,
         time_dim: int | None = None,
-    ) -> tuple[Tensor, TensorDictBase, Tensor, Tensor]:
-        """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and Q and log π for x_t, [*B, T, A] each."""
-        if not tensordict.batch_dims:
-            raise RuntimeError("RetraceEstimator: the batch must have the shape [*B, T] of trajectories, not [].")
+    ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
+        """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
         given: Any = time_dim
-        keys, dim, entries = self.tensor_keys, int(self._get_time_dim(given, tensordict)), self._entries
-        existing: Any = [keys.action_value] if self.skip_existing else []
-        # one of the two entries of the behaviour policy suffices
-        optional: Any = [keys.sample_log_prob, keys.behaviour, *existing, *(("next", key) for key in existing)]
-        del entries[optional[0]]
-        rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim, optional)
+        keys: Any = self.tensor_keys
+        dim, entries = int(self._get_time_dim(given, tensordict)), self._entries
+        log_prob, logits = keys.sample_log_prob, keys.behaviour
+        if tensordict.get(log_prob, None) is None:
+            del entries[log_prob]
+            entries[logits] = (
+                f"nor {log_prob!r}, the log-probability of the action; a ProbabilisticActor(return_log_prob=True) "
+                "writes both, and the collector stores them"
+            )
+        rows = Trajectories("RetraceEstimator", tensordict, keys, entries, [keys.mask], dim)
         networks = self._networks
-        states = rows.states(dict.fromkeys(key for network in networks for key in network.in_keys), networks)
-        for part, source in zip(states, (rows.data, rows.data.get("next")), strict=True):
-            part.update(source.select(*existing, strict=False))
-
-        def evaluate(state: TensorDictBase) -> tuple[Tensor, Tensor]:
-            q = self._action_values(state, params)
-            return self._log_policy(state, q), q
-
+        states = rows.states(self._observed, networks)
+        evaluate = partial(self._evaluate, params=params)
         if next_value is None:
-            options = {"shifted": bool(self.shifted), "differentiable": torch.is_grad_enabled()}
-            log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, **options)
+            log_pi, q, next_value = evaluate_rows(rows, states, networks, evaluate, shifted=bool(self.shifted))
         else:
             log_pi, q = evaluate(states[0])
         taken = action_index(rows, keys.action, q.shape[-1])
         q_taken = q.gather(-1, taken)
+        if log_prob in entries:
+            log_mu = rows.data.get(log_prob)
+            require_shape(rows.owner, log_prob, log_mu, rows.shape, taken.shape, author=WRITTEN_BY_POLICY)
+        else:
+            mu = rows.data.get(logits)
+            require_shape(rows.owner, logits, mu, q.shape, author=WRITTEN_BY_POLICY)
+            log_mu = log_probabilities(mu, logits).gather(-1, taken)
         options = {"rho_thresh": self.rho_thresh, "rho_power": self.rho_power, "time_dim": dim}
-        policies = log_pi.gather(-1, taken), self._log_mu(rows, taken, q.shape)
+        policies = log_pi.gather(-1, taken), log_mu.reshape(taken.shape)
         q_ret = retrace(self.gamma, self.lmbda, *policies, q_taken, next_value, *rows.ends, **options)
         if rows.valid is not None:
             # the loss's own next_value may be NaN in a masked step
             q_ret = torch.where(rows.valid.unsqueeze(-1), q_ret, q_taken)
-        return q_ret, states[0], q, log_pi
+        return q_ret, states[0], (log_pi, q)
 
-    def _log_mu(self, rows: Trajectories, taken: Tensor, shape: torch.Size) -> Tensor:
-        """Log-probabilities of the actions taken under the behaviour policy, [*B, T, 1]; ``shape`` is [*B, T, A]."""
-        log_prob, behaviour = self.tensor_keys.sample_log_prob, self.tensor_keys.behaviour
-        for key, shapes in ((log_prob, (rows.shape, taken.shape)), (behaviour, (shape,))):
-            if key is not None and (value := rows.data.get(key, None)) is not None:
-                require_shape(rows.owner, key, value, *shapes, author=WRITTEN_BY_POLICY)
-                if key == log_prob:
-                    return value.reshape(taken.shape)
-                return log_probabilities(value, key).gather(-1, taken)
-        raise KeyError(
-            f"{rows.owner}: the batch has neither {log_prob!r}, the log-probability of the action, nor {behaviour!r}, "
-            "the logits of the policy that took it. A ProbabilisticActor(return_log_prob=True) writes both, and the "
-            "collector stores them."
-        )
-
-    def _action_values(self, state: TensorDictBase, params: TensorDictBase | None) -> Tensor:
-        """Q of all actions, [*B, T, A]."""
-        network, key = self.value_network, self.tensor_keys.action_value
-        with _constant(network) if params is None else _filled(network, params):
+    @torch.no_grad()
+    def _evaluate(self, state: TensorDictBase, params: TensorDictBase | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities under π and Q of all actions, [*B, T, A] each."""
+        network = self.value_network
+        with nullcontext() if params is None else _filled(network, params):
             written = network(state.copy())
-        value = require_entry(
-            "RetraceEstimator", written, key, "value_network writes it; set its name with set_keys(action_value=)"
-        )
-        if value.shape[:-1] != state.batch_size:
-            raise ValueError(
-                f"RetraceEstimator: {key!r} of value_network has shape {tuple(value.shape)}, expected one value for "
-                f"each action, {(*state.batch_size, 'A')}."
-            )
-        return value
-
-    def _log_policy(self, state: TensorDictBase, q: Tensor) -> Tensor:
-        """Log-probabilities under π of all actions, [*B, T, A]."""
+        author = "value_network writes it; set its name with set_keys(action_value=)"
+        q = require_entry("RetraceEstimator", written, self.tensor_keys.action_value, author)
         if self.policy == "greedy":
-            return torch.full_like(q, -math.inf).scatter(-1, q.argmax(-1, keepdim=True), 0.0)
-        actor: Any = self.actor_network
-        with _constant(actor):
+            log_pi = torch.full_like(q, -math.inf).scatter(-1, q.argmax(-1, keepdim=True), 0.0)
+        else:
+            actor: Any = self.actor_network
             logits = getattr(actor.get_dist(state.select(*actor.in_keys)), "logits", None)
-        if logits is None or logits.shape != q.shape:
-            found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
-            raise ValueError(
-                f"RetraceEstimator: the distribution of actor_network has {found}, expected a categorical distribution "
-                f"over the actions of value_network, {tuple(q.shape)}; several agents are not supported."
-            )
-        return logits.log_softmax(-1)
+            log_pi = None if logits is None else logits.log_softmax(-1)
+        return of_all_actions("RetraceEstimator", state.batch_size, log_pi, q)
 
 
 def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:
@@ -408,14 +349,6 @@ def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManage
             "Loss and estimator need the same network, one that writes values only, such as actor[0], the first module "
             "of a QValueActor."
         ) from error
-
-
-def _constant(network: nn.Module) -> AbstractContextManager:
-    """A context in which no gradients reach the network's parameters."""
-    if not torch.is_grad_enabled():
-        return nullcontext()
-    params: Any = TensorDict.from_module(network)
-    return params.data.to_module(network, preserve_module_state=False)
 
 
 def _require_supported(loss_module: nn.Module, call: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 
@@ -19,83 +19,67 @@ from torchrl_replay_ext.objectives.trajectory import Trajectories
 Evaluate = Callable[[TensorDictBase], tuple[Tensor, Tensor]]
 
 
-class ShiftedStates:
-    r"""Finds the next states of a batch [\*B, T] that are not states of the batch.
+def separate_states(
+    rows: Trajectories, states: tuple[TensorDictBase, TensorDictBase], networks: Iterable[nn.Module]
+) -> tuple[Any, Callable[[Tensor, Tensor], Tensor]]:
+    r"""The next states of a batch [\*B, T] that are not states of the batch.
 
     x_{t+1} is the state of the next step of the row, unless an episode or a slice ends with step t. Networks must then
     also evaluate one next state per row: that of the first step that ends without a termination.
 
     Args:
         rows: the batch.
-        state: the inputs of the networks for x_t, [\*B, T], see :meth:`Trajectories.states`.
-        following: their inputs for x_{t+1}.
+        states: the inputs of the networks for x_t and for x_{t+1}, [\*B, T], see :meth:`Trajectories.states`.
         networks: the networks that evaluate next states.
+
+    Returns:
+        The inputs of the networks for one such state per row, [\*B, T] with T = 1; any state in a row without one. And
+        a function that returns V(x_{t+1}), [\*B, T, 1], from V(x_t), [\*B, T, 1], and V of these states, [\*B, 1, 1].
 
     Raises:
         ValueError: if a network is recurrent, that is, a module of TorchRL or torch, or one that reads "is_init"; or if
             a row has other next states. In a graph and on an accelerator, their values are NaN instead.
     """
-
-    def __init__(
-        self, rows: Trajectories, state: TensorDictBase, following: TensorDictBase, networks: Iterable[nn.Module]
-    ):
-        kinds = {type(module) for network in networks for module in network.modules()}
-        recurrent = any(issubclass(kind, nn.RNNBase) or hasattr(kind, "recurrent_mode") for kind in kinds)
-        keys = list(state.keys(include_nested=True, leaves_only=True))
-        if recurrent or any(key_path(key)[-1] == "is_init" for key in keys):
-            raise ValueError(
-                f"{rows.owner}(shifted=True): a recurrent network does not evaluate each state on its own; use "
-                "shifted=False."
-            )
-        self._state, self._following = state, following
-        done, terminated = rows.done.squeeze(-1), rows.terminated.squeeze(-1)
-        dim, self._length = rows.time_dim, done.shape[rows.time_dim]
-        self._dim = dim
-        step = torch.arange(self._length, device=done.device).reshape(-1, *(1,) * (done.ndim - 1 - dim))
-        last = step == self._length - 1
-        separate = (done | last) & ~terminated
-        self._separate = separate if rows.valid is None else separate & rows.valid
-        # the last step if there is no such step
-        self._at = torch.where(self._separate, step, self._length - 1).amin(dim, keepdim=True)
-        goes_on = ~(done | last)
-        differs = torch.zeros_like(goes_on)
-        for key in keys:
-            differs = differs | _differs(following.get(key), state.get(key).roll(-1, dim), goes_on)
-        self._missing = missing = differs | (self._separate & (step > self._at))
-        raise_if(
-            missing.any,
-            lambda: ValueError(
-                f"{rows.owner}(shifted=True): the next states of {int(missing.sum())} steps are neither the state of "
-                "the next step of the row nor the first one of the row after an end without termination. shifted=True "
-                "is for slices drawn by TrajectoryRetraceSampler, one per row; use shifted=False for other batches, "
-                "such as those of newest()."
-            ),
-            skip_on=done,
+    state, following = states
+    kinds = {type(module) for network in networks for module in network.modules()}
+    recurrent = any(issubclass(kind, nn.RNNBase) or hasattr(kind, "recurrent_mode") for kind in kinds)
+    keys = list(state.keys(include_nested=True, leaves_only=True))
+    if recurrent or any(key_path(key)[-1] == "is_init" for key in keys):
+        raise ValueError(
+            f"{rows.owner}(shifted=True): a recurrent network does not evaluate each state on its own; use "
+            "shifted=False."
         )
+    last, dim = rows.last, rows.time_dim
+    length = last.shape[dim]
+    step = torch.arange(length, device=last.device).reshape(-1, *(1,) * (last.ndim - 1 - dim))
+    is_separate = last & ~rows.terminated.squeeze(-1)
+    if rows.valid is not None:
+        is_separate = is_separate & rows.valid
+    # the last step if there is no such step
+    at = torch.where(is_separate, step, length - 1).amin(dim, keepdim=True)
+    missing = is_separate & (step > at)
+    for key in keys:
+        missing = missing | _differs(following.get(key), state.get(key).roll(-1, dim), ~last)
+    raise_if(
+        missing.any,
+        lambda: ValueError(
+            f"{rows.owner}(shifted=True): the next states of {int(missing.sum())} steps are neither the state of "
+            "the next step of the row nor the first one of the row after an end without termination. shifted=True "
+            "is for slices drawn by TrajectoryRetraceSampler, one per row; use shifted=False for other batches, "
+            "such as those of newest()."
+        ),
+        skip_on=missing,
+    )
 
-    @property
-    def separate(self) -> TensorDictBase:
-        r"""The next state of each row that is not a state of the batch, [\*B, T] with T = 1.
+    def next_value(value: Tensor, of_separate: Tensor) -> Tensor:
+        shifted = torch.cat([value.narrow(dim, 1, length - 1), of_separate], dim)
+        result = torch.where(is_separate.unsqueeze(-1), of_separate, shifted)
+        return result.masked_fill(missing.unsqueeze(-1), torch.nan)
 
-        In a row without such a state, it is any state.
-        """
-        shape = [*self._state.batch_size]
-        shape[self._dim] = 1
-        content = {}
-        for key, value in self._following.items(include_nested=True, leaves_only=True):
-            content[key] = value.gather(self._dim, expand_as_right(self._at, value.narrow(self._dim, 0, 1)))
-        return TensorDict(content, shape)
-
-    @property
-    def all(self) -> Any:
-        r"""The states of the batch and those of :attr:`separate`, [\*B, T + 1]."""
-        return torch.cat([self._state, self.separate], self._dim)
-
-    def next_value(self, value: Tensor) -> Tensor:
-        r"""V(x_{t+1}), [\*B, T, 1], from the values of the states of :attr:`all`, [\*B, T + 1, 1]."""
-        shifted, separate = value.narrow(self._dim, 1, self._length), value.narrow(self._dim, self._length, 1)
-        result = torch.where(self._separate.unsqueeze(-1), separate, shifted)
-        return result.masked_fill(self._missing.unsqueeze(-1), torch.nan)
+    separate: Any = following.apply(
+        lambda value: value.gather(dim, expand_as_right(at, value.narrow(dim, 0, 1))), batch_size=at.shape
+    )
+    return separate, next_value
 
 
 def evaluate_rows(
@@ -105,40 +89,38 @@ def evaluate_rows(
     evaluate: Evaluate,
     *,
     shifted: bool,
-    differentiable: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Log-probabilities and values of all actions in x_t, [\*B, T, A] each, and V(x_{t+1}), [\*B, T, 1].
+    r"""Log-probabilities and values of all actions in x_t, [\*B, T, A] each, and V(x_{t+1}), [\*B, T, 1], detached.
 
     Args:
         rows: the batch.
         states: the inputs of the networks for x_t and for x_{t+1}, see :meth:`Trajectories.states`.
         networks: the networks.
         evaluate: runs the networks.
-        shifted: True: V(x_{t+1}) is that of the next step of the row, see :class:`ShiftedStates`.
-        differentiable: whether gradients flow through V(x_{t+1}). Default: False.
+        shifted: True: V(x_{t+1}) is that of the next step of the row, see :func:`separate_states`.
     """
-    if shifted:
-        shift = ShiftedStates(rows, *states, networks)
-        log_pi, q = evaluate(shift.all)
-        next_value = shift.next_value(expectation(log_pi, q))
-        log_pi, q = (x.narrow(rows.time_dim, 0, x.shape[rows.time_dim] - 1) for x in (log_pi, q))
-    else:
+    if not shifted:
         log_pi, q = evaluate(states[0])
-        with torch.set_grad_enabled(differentiable):
-            next_value = expectation(*evaluate(states[1]))
-    return log_pi, q, next_value if differentiable else next_value.detach()
+        with torch.no_grad():
+            return log_pi, q, expectation(*evaluate(states[1]))
+    separate, next_value = separate_states(rows, states, networks)
+    # one pass for both
+    both: Any = torch.cat([states[0], separate], rows.time_dim)
+    parts = [x.split([rows.shape[rows.time_dim], 1], rows.time_dim) for x in evaluate(both)]
+    (log_pi, q), of_separate = zip(*parts, strict=True)
+    with torch.no_grad():
+        return log_pi, q, next_value(expectation(log_pi, q), expectation(*of_separate))
 
 
 def _differs(first: Tensor, second: Tensor, where: Tensor) -> Tensor:
     """True where two states [*B, T, ...] differ by more than rounding and ``where`` [*B, T] is True."""
 
-    def any_of_state(flags: Tensor) -> Tensor:
-        return where & (flags.flatten(where.ndim).any(-1) if flags.ndim > where.ndim else flags)
+    def of_states(flags: Tensor) -> Tensor:
+        return where & flags.unsqueeze(-1).flatten(where.ndim).any(-1)
 
-    flags = first != second
-    result = any_of_state(flags)
-    if not first.is_floating_point() or (values_can_be_read(first) and not result.any()):
-        return result
+    differs = of_states(first != second)
+    if not first.is_floating_point() or (values_can_be_read(first) and not differs.any()):
+        return differs
     # a transform that was applied to both may have rounded differently
     tolerance = torch.finfo(first.dtype).eps ** 0.5
-    return any_of_state(flags & ~((first - second).abs() <= tolerance * (1 + second.abs())))
+    return of_states(~torch.isclose(first, second, tolerance, tolerance))

@@ -11,16 +11,18 @@ from tensordict.utils import expand_as_right
 from torch import Tensor, nn
 
 from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.functional.retrace import last_steps
 
 # The component that should have written an entry, for error messages.
 WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"
-WRITTEN_BY_ENVIRONMENT = "the environment writes it"
-READ_BY_NETWORKS = f"the networks read it; {WRITTEN_BY_ENVIRONMENT}"
+_WRITTEN_BY_ENVIRONMENT = "the environment writes it"
+_READ_BY_NETWORKS = f"the networks read it; {_WRITTEN_BY_ENVIRONMENT}"
+_BEHAVIOUR = f"{WRITTEN_BY_POLICY}; let it store the parameters of the distribution"
 _WRITTEN_BY_SAMPLER = "the sampler writes it"
 
 
 def entries_read(
-    keys: Any, state: Iterable[NestedKey], following: Iterable[NestedKey], policy: Mapping[NestedKey, str]
+    keys: Any, state: Iterable[NestedKey], following: Iterable[NestedKey], behaviour: Iterable[NestedKey]
 ) -> dict[NestedKey, str]:
     """The entries of a batch that a loss or an estimator reads, and the component that writes each of them.
 
@@ -28,11 +30,12 @@ def entries_read(
         keys: the names of the entries, ``tensor_keys`` of the loss or the estimator.
         state: the entries that the networks read for x_t.
         following: the entries that they read for x_{t+1}.
-        policy: the entries that the policy writes, with the author named in errors.
+        behaviour: the entries of the behaviour policy.
     """
-    entries: dict[Any, str] = {**dict.fromkeys(state, READ_BY_NETWORKS), **policy}
-    entries |= {("next", key): WRITTEN_BY_ENVIRONMENT for key in (keys.reward, keys.done, keys.terminated)}
-    entries |= {("next", key): READ_BY_NETWORKS for key in following}
+    by_policy = {keys.action: WRITTEN_BY_POLICY, **dict.fromkeys(behaviour, _BEHAVIOUR)}
+    entries: dict[Any, str] = {**dict.fromkeys(state, _READ_BY_NETWORKS), **by_policy}
+    entries |= {("next", key): _WRITTEN_BY_ENVIRONMENT for key in (keys.reward, keys.done, keys.terminated)}
+    entries |= {("next", key): _READ_BY_NETWORKS for key in following}
     return {unravel_key(key): author for key, author in entries.items()}
 
 
@@ -64,20 +67,20 @@ class Trajectories:
         keys: the names of the entries, ``tensor_keys`` of a loss or estimator.
         entries: the entries that must exist, see :func:`entries_read`.
         masks: the entries of masks, bool [\*B, T] or [\*B, T, 1], if they exist.
-        time_dim: the dimension of time, >= 0.
-        optional: further entries to read, if they exist.
+        time_dim: the dimension of time; negative for a batch without dimensions.
 
     Attributes:
         data: the batch, or the copy of its entries.
         reward: [\*B, T, 1].
-        done: bool [\*B, T, 1], True also before an excluded step.
+        done: bool [\*B, T, 1], True also in an excluded step and before one; without meaning in the last step of a row.
         terminated: bool [\*B, T, 1].
         valid: bool [\*B, T], False in excluded steps; None if there is no mask.
 
     Raises:
         KeyError: if an entry is missing.
         TypeError: if a mask is not bool.
-        ValueError: if rewards, ends or masks have a wrong shape, or transitions span several steps.
+        ValueError: if the batch has no dimension of time, rewards, ends or masks have a wrong shape, or transitions
+            span several steps.
     """
 
     def __init__(
@@ -88,9 +91,10 @@ class Trajectories:
         entries: Mapping[NestedKey, str],
         masks: Iterable[NestedKey],
         time_dim: int,
-        optional: Iterable[NestedKey] = (),
     ):
         self.owner, self.shape, self.time_dim = owner, tensordict.batch_size, time_dim
+        if time_dim < 0:
+            raise ValueError(f"{owner}: the batch must have the shape [*B, T] of trajectories, not [].")
         steps = getattr(keys, "steps_to_next_obs", "steps_to_next_obs")
         if tensordict.get(steps, None) is not None:
             raise ValueError(
@@ -101,28 +105,28 @@ class Trajectories:
             require_entry(owner, tensordict, key, author)
         self.data, self.valid = tensordict, None
         for key in masks:
-            mask = tensordict.get(key, None)
-            if mask is None:
+            if (mask := tensordict.get(key, None)) is None:
                 continue
             if mask.dtype != torch.bool:
                 raise TypeError(f"{owner}: {key!r} is {mask.dtype}, but must be bool; {_WRITTEN_BY_SAMPLER}.")
             mask = self.of_steps(key, mask)
             self.valid = mask if self.valid is None else self.valid & mask
         if self.valid is not None:
-            self.data = TensorDict(batch_size=self.shape)
-            for key in (*entries, *optional):
-                value = tensordict.get(key, None)
-                if value is not None:
-                    self.data.set(key, self.fill(value) if value.is_floating_point() else value)
+            read: Any = tensordict.select(*entries)
+            self.data = read.apply(lambda x: self.fill(x) if x.is_floating_point() else x)
         columns = [unravel_key(("next", key)) for key in (keys.reward, keys.done, keys.terminated)]
         for key in columns:
-            require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=WRITTEN_BY_ENVIRONMENT)
+            require_shape(owner, key, self.data.get(key), (*self.shape, 1), author=_WRITTEN_BY_ENVIRONMENT)
         self.reward, done, terminated = (self.data.get(key) for key in columns)
         self.done, self.terminated = done.to(torch.bool), terminated.to(torch.bool)
         if self.valid is not None:
-            in_time = self.valid.movedim(time_dim, 0)
-            goes_on = in_time & torch.cat([in_time[1:], torch.ones_like(in_time[:1])])
-            self.done = self.done | ~goes_on.movedim(0, time_dim).unsqueeze(-1)
+            # in the last step of a row, the flag has no effect
+            self.done = self.done | ~(self.valid & self.valid.roll(-1, time_dim)).unsqueeze(-1)
+
+    @property
+    def last(self) -> Tensor:
+        r"""True in done steps and in the last step of a row, bool [\*B, T]."""
+        return last_steps(self.done, self.time_dim).squeeze(-1)
 
     @property
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +143,7 @@ class Trajectories:
         return x if self.valid is None else x.masked_fill(~expand_as_right(self.valid, x), 0)
 
     def mean(self, x: Tensor) -> Tensor:
-        r"""Mean of ``x`` [\*B, T] over the steps that are not excluded, detached."""
+        r"""Mean of ``x`` [\*B, T] or [\*B, T, 1] over the steps that are not excluded, detached."""
         x = x.detach()
         return x.mean() if self.valid is None else self.fill(x).sum() / self.valid.sum().clamp_min(1)
 
@@ -152,13 +156,9 @@ class Trajectories:
         """
         networks = [*networks]
         written = [unravel_key(key) for network in networks for key in getattr(network, "out_keys", ())]
-        recurrent = [
-            module for network in networks for module in network.modules() if hasattr(module, "recurrent_mode")
-        ]
-        resets = not recurrent or any(module.recurrent_mode for module in recurrent)
-        last = torch.zeros_like(self.done.movedim(self.time_dim, 0))
-        last[-1] = True
-        ended = (self.done | last.movedim(0, self.time_dim)).squeeze(-1)
+        modules = [module for network in networks for module in network.modules()]
+        modes = [module.recurrent_mode for module in modules if hasattr(module, "recurrent_mode")]
+        resets = not modes or any(modes)
         state, following = TensorDict(batch_size=self.shape), TensorDict(batch_size=self.shape)
         for key in keys:
             next_key = unravel_key(("next", key))
@@ -166,7 +166,7 @@ class Trajectories:
             if after.shape == value.shape and next_key in written:
                 # A hidden state. If the loss ran the network over the rows, those under "next" are 0 except where a
                 # trajectory ends. So the hidden state stored for the next step is used, except there.
-                after = torch.where(expand_as_right(ended, value), after, value.roll(-1, self.time_dim))
+                after = torch.where(expand_as_right(self.last, value), after, value.roll(-1, self.time_dim))
             if after.shape == value.shape:
                 # the state after termination has no effect, but it may be NaN, which distributions reject
                 after = torch.where(expand_as_right(self.terminated.squeeze(-1), value), value, after)

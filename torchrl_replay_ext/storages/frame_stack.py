@@ -77,9 +77,8 @@ class FrameStackStorage(CompilableTensorStorage):
         require_nested_keys(_OWNER, frame_key=frame_key, traj_key=traj_key)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
-        for name, value, least in (("frame_capacity", frame_capacity, max_size), ("num_streams", num_streams, 1)):
-            require_integer(_OWNER, name, value, least=least)
-        self._frame_capacity, self._num_streams = frame_capacity, num_streams
+        self._frame_capacity = require_integer(_OWNER, "frame_capacity", frame_capacity, least=max_size)
+        self._num_streams = require_integer(_OWNER, "num_streams", num_streams)
         self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
         self._traj_key = traj_key
         self._pool: FramePool | None = None
@@ -113,22 +112,18 @@ class FrameStackStorage(CompilableTensorStorage):
                     "pass its name as frame_key=. Every write must contain all entries of the transitions."
                 )
         before, after = (data.get(key) for key in self._frame_keys)
-        kind = tuple(before.shape), before.dtype
-        if before.ndim < 3 or (tuple(after.shape), after.dtype) != kind:
+        pool = self._pool if self.initialized else None
+        expected: Any = (tuple(before.shape), before.dtype)
+        if pool is not None:
+            expected = ((len(before), pool.num_stacked, *pool.shape), pool.dtype)
+        found = [(tuple(stacks.shape), stacks.dtype) for stacks in (before, after)]
+        if before.ndim < 3 or found != [expected] * 2:
             raise ValueError(
-                f"{_OWNER}: the entries {self._frame_keys} have shapes {kind[0]} ({kind[1]}) and {tuple(after.shape)} "
-                f"({after.dtype}); both must be stacks of frames [transitions, frames, ...]."
+                f"{_OWNER}: the entries {self._frame_keys} are {found}; both must be stacks of frames [transitions, "
+                f"frames, ...], of the shape and dtype {expected}."
             )
-        if self._pool is None or not self.initialized:
+        if pool is None:
             self._make_pool(before.shape[1], before.flatten(0, 1))
-        pool = self._pool
-        assert pool is not None
-        stored = (len(before), pool.num_stacked, *pool.shape), pool.dtype
-        if kind != stored:
-            raise ValueError(
-                f"{_OWNER}: the entry {self._frame_keys[0]!r} has shape {kind[0]} ({kind[1]}); the stored stacks "
-                f"require {stored[0]} ({stored[1]})."
-            )
         return before, after
 
     def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
