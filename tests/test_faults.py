@@ -86,7 +86,8 @@ def drive(name, seed, count):
 
 @pytest.mark.parametrize("name", CASES)
 def test_some_random_operations(name):
-    for seed in range(2):
+    # a reference compares the probabilities
+    for seed in range(2 if "tables" in name else 5):
         drive(name, seed, 150)
 
 

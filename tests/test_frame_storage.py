@@ -128,17 +128,6 @@ def test_slots_in_any_order_and_single_transitions():
     assert_same(once, plain, torch.arange(12).view(3, 4))
 
 
-def test_emptied_storage_begins_anew():
-    once, plain = pair(12)
-    streams = StackedStreams(2)
-    for _ in range(3):
-        for rb in (once, plain):
-            rb.empty()
-        assert once.storage.num_frames == 0
-        extend(streams.chunk("any", 17), once, plain)
-        assert_same(once, plain)
-
-
 class TestSaving:
     @pytest.fixture
     def filled(self):
