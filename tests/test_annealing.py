@@ -60,7 +60,7 @@ def test_a_limit_that_is_exceeded_by_rounding_is_the_limit(value, limit):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1.000002, "1.000002"), (2, "2"), (-1e-5, "-1e-05"), (1.0 + 1e-5, None), (Anneal(0.5, 1.5, 3), r"Anneal\(.*\)")],
+    [(1.000002, "1.000002"), (2, "2"), (-1e-5, "-1e-05"), (1.0 + 1e-5, None), (Anneal(0.5, 1.5, 3), "1.5")],
 )
 def test_an_error_shows_the_value_that_it_refuses(value, shown):
     with pytest.raises(ValueError, match=rf"\(beta={shown or value}\): beta must be in \[0, 1\]\."):

@@ -74,6 +74,13 @@ def run(request, monkeypatch):
     return run
 
 
+def scramble(*tensors):
+    """Fill tensors with any numbers, as damaged states may hold."""
+    for tensor in tensors:
+        most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
+        tensor.copy_(torch.randint(-most, most, tensor.shape))
+
+
 def a_tree(capacity, paged=False):
     blocks = capacity // SumTree.PAGE + 1
     pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
@@ -163,10 +170,7 @@ def test_a_tree_without_mass_yields_leaf_0(run):
 @pytest.mark.parametrize("paged", [False, True])
 def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     tree = a_tree(1000, paged)
-    for tensor in (tree.leaves, tree.nodes, tree.minima):
-        tensor.copy_(torch.randint(-(2**50), 2**50, tensor.shape))
-    if paged:
-        tree.page_table.copy_(torch.randint(-(2**50), 2**50, tree.page_table.shape))
+    scramble(tree.leaves, tree.nodes, tree.minima, *[tree.page_table] * paged)
     tree.nodes[0] = 2**61
     leaf, _ = run(tree.draw, torch.rand(500, dtype=torch.float64))
     assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
@@ -444,10 +448,8 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
         slices = SliceIndex(120, 2 if assigned else 1, assigned=assigned, length=4, padded=False)
         torch.manual_seed(seed)
         for index in (episodes, slices):
-            for name, tensor in index.tensors().items():
-                if name not in ("interrupted", "finished", "rows"):
-                    most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
-                    tensor.copy_(torch.randint(-most, most, tensor.shape))
+            state = index.tensors()
+            scramble(*(state[name] for name in sorted(state.keys() - {"interrupted", "finished", "rows"})))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
         run(episodes.write, slots, torch.rand(1, dtype=torch.float64), torch.tensor([1]), marks, marks.ended)
@@ -584,10 +586,8 @@ def test_draws_follow_psi(run, omega, tables):
 def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assigned):
     index, generation = some_episodes(assigned, 2)
     tree = a_tree(300)
-    for tensor in (*tree.tensors(), *index.arrays(generation)):
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.dtype != torch.bool:
-            most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
-            tensor.copy_(torch.randint(-most, most, tensor.shape))
+    arrays = [each for each in (*tree.tensors(), *index.arrays(generation)) if isinstance(each, torch.Tensor)]
+    scramble(*(array for array in arrays if array.numel() and array.dtype != torch.bool))
     for tables in (0, 4):
         leaf, *_ = run(partial(draw_by_reliability, index, generation, 5.0, tree, tables=tables))
         assert int(leaf.min()) >= 0 and int(leaf.max()) < 300

@@ -132,23 +132,23 @@ def assert_finite_stats(sampler) -> None:
 
 
 class Refuses:
-    """Expect an error and an unchanged sampler."""
+    """Expect an error and an unchanged sampler, or other unchanged parts of a buffer."""
 
-    def __init__(self, buffer, error, match):
-        self.buffer, self.expectation = buffer, pytest.raises(error, match=match)
+    def __init__(self, buffer, error, match, parts=("sampler",)):
+        self.buffer, self.expectation, self.parts = buffer, pytest.raises(error, match=match), parts
 
     def __enter__(self):
-        self.state = copy.deepcopy(self.buffer.sampler.state_dict()) if self.stored() else None
+        self.before = self.found()
         self.expectation.__enter__()
 
     def __exit__(self, *raised):
         caught = self.expectation.__exit__(*raised)
-        if self.state is None:
-            # the call may have set the shape of the storage
-            assert not self.stored()
-        else:
-            assert_same_state(self.buffer.sampler.state_dict(), self.state)
+        for part, before in zip(self.found(), self.before, strict=True):
+            assert_same_state(part, before)
         return caught
 
-    def stored(self):
-        return int(self.buffer.sampler.stats()["num_items"])
+    def found(self):
+        # the call may set the shape of an empty storage
+        stored = int(self.buffer.sampler.stats()["num_items"])
+        parts = [getattr(self.buffer, part) for part in self.parts] if stored else []
+        return [{"stored": stored, "size": len(self.buffer)}, *copy.deepcopy([part.state_dict() for part in parts])]
