@@ -20,7 +20,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.data import linear_policy
 from tests.events import NaiveTables
-from tests.reference import Draws, NaivePER, NaiveRanking, NaiveReaPER, NaiveRecency, NaiveReplay, NaiveSlices
+from tests.reference import Draws, NaivePER, NaiveRanking, NaiveReaPER, NaiveRecency, NaiveSlices
 from tests.samplers.experience import Environments, Refuses, sorted_within, transitions
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -126,13 +126,14 @@ def recency(own: Setting, rng: random.Random) -> dict[str, Any]:
     return {"sampler": sampler, "reference": partial(NaiveRecency, **chosen)}
 
 
-def events(kind: str | None, retention: str, own: Setting, rng: random.Random) -> dict[str, Any]:
+def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -> dict[str, Any]:
     specs = [EventSpec(name, ("next", name), history, table=table) for name, (history, table) in HISTORY.items()]
     sizes = {"a": max(own.capacity // 2, 3), "b": 4}
     if retention == "pinned":
         sizes["default"] = own.capacity
     tables = EventTables(specs, sizes, retention=retention)
-    chosen, priority = own.choose(rng, "td_error", "max_priority_within_buffer"), kind and {"kind": kind}
+    chosen = own.choose(rng, "td_error", "max_priority_within_buffer")
+    priority: Any = None if kind is None else {"kind": kind}
     if kind in ("proportional", "reaper"):
         priority |= chosen
     if kind == "reaper":
@@ -217,7 +218,7 @@ class Batch:
     real: list[bool]
 
     def __getitem__(self, rows: list[int]) -> Batch:
-        columns = ([column[row] for row in rows] for column in (self.slots, self.stamps, self.real))
+        columns: Any = ([column[row] for row in rows] for column in (self.slots, self.stamps, self.real))
         return Batch(self.data[torch.tensor(rows)], *columns)
 
     def __add__(self, other: Batch) -> Batch:
@@ -269,8 +270,8 @@ class Driven:
         self.buffer = self.make()
         self.environments = Environments(num_envs, rng, end_probability or rng.choice([0.05, 0.3]))
         # without numbers of writes, a sampler on an accelerator does not always know the newest ranks
-        has_reference = self.make_reference is not None and (device == "cpu" or not self.ranked)
-        self.reference: NaiveReplay | None = self.make_reference() if has_reference else None
+        has_reference = callable(self.make_reference) and (device == "cpu" or not self.ranked)
+        self.reference: Any = self.make_reference() if has_reference else None
         self.rows = self.setting.capacity // (num_envs if layout == "columns" else 1)
         self.written = 0
         self.frames: dict[int, list[int]] = {}
@@ -284,7 +285,7 @@ class Driven:
         self.late: list[Batch] = []
         # slots and mask of the last batches of slices
         self.padded: deque[tuple[list[int], list[bool]]] = deque(maxlen=Draws.WINDOW)
-        self.tables = None
+        self.tables: Any = None
         if self.sampler_has_tables:
             tables = self.tables_of()
             names = [name for name in tables.names if self.pinned or name != "default"]
@@ -299,7 +300,7 @@ class Driven:
         """Create the buffer of this setting."""
         setting = self.setting
         parts = self.parts(setting, random.Random(setting.seed))
-        self.make_reference = parts.pop("reference", None)
+        self.make_reference: Any = parts.pop("reference", None)
         tables = parts["writer"].tables if self.pinned else None
         size = setting.capacity if tables is None else sum(tables[name].capacity for name in tables)
         if self.frames_once:
@@ -820,7 +821,7 @@ class Driven:
         (0.2, "empty"),
     )
 
-    def operate(self, name: str | None = None) -> None:
+    def operate(self, name: Any = None) -> None:
         """Perform one operation, a random one by default."""
         if name is None:
             weights, names = zip(*self.OPERATIONS, strict=True)
