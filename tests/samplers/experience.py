@@ -151,4 +151,4 @@ class Refuses:
         # the call may set the shape of an empty storage
         stored = int(self.buffer.sampler.stats()["num_items"])
         parts = [getattr(self.buffer, part) for part in self.parts] if stored else []
-        return [{"stored": stored, "size": len(self.buffer)}, *copy.deepcopy([part.state_dict() for part in parts])]
+        return [{"stored": stored}, *copy.deepcopy([part.state_dict() for part in parts])]
