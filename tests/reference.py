@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -26,21 +27,78 @@ class Transition:
     magnitude: float
     # True until an update of its episode or the end of the episode
     waiting: bool = True
+    updated: bool = False
+
+
+@dataclass
+class Waiting:
+    """The draws of a slot: the number of the last one, and how many wait; the same for those before the last write."""
+
+    last: int = 0
+    waiting: int = 0
+    before: int = 0
+    late: int = 0
+
+
+@dataclass
+class Draws:
+    """The draws of all slots that wait for their updates; a draw waits while at most ``WINDOW`` others follow."""
+
+    WINDOW = 64
+    number: int = 0
+    slots: defaultdict[int, Waiting] = field(default_factory=lambda: defaultdict(Waiting))
+
+    def draw(self, slots: Sequence[int]) -> None:
+        self.number += 1
+        for slot in slots:
+            drawn = self.slots[slot]
+            drawn.waiting = 1 + drawn.waiting * (self.number - drawn.last <= self.WINDOW)
+            drawn.last = self.number
+
+    def write(self, slot: int) -> None:
+        drawn = self.slots[slot]
+        late = drawn.late * (self.number - drawn.before <= self.WINDOW)
+        late += drawn.waiting * (self.number - drawn.last <= self.WINDOW)
+        self.slots[slot] = Waiting(0, 0, drawn.last or drawn.before, late)
+
+    def expects_late(self, slot: int) -> bool:
+        """Whether the next update of a slot belongs to a draw from before its last write."""
+        drawn = self.slots[slot]
+        return drawn.late > 0 and self.number - drawn.before <= self.WINDOW
+
+    def update(self, slot: int, late: bool) -> None:
+        drawn = self.slots[slot]
+        if late:
+            drawn.late = max(drawn.late - 1, 0)
+        else:
+            drawn.waiting = max(drawn.waiting - 1, 0)
 
 
 class NaiveReplay(ABC):
     """The common part of PER and ReaPER: slots, magnitudes, the running maximum and importance weights."""
 
-    def __init__(self, *, alpha, beta, eps, td_error, weight_norm):
+    def __init__(
+        self,
+        *,
+        alpha=0.0,
+        beta=0.0,
+        eps=0.0,
+        td_error="squared",
+        weight_norm="buffer",
+        max_priority_within_buffer=False,
+    ):
         assert td_error in ("squared", "absolute") and weight_norm in ("buffer", "batch")
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.td_error, self.weight_norm = td_error, weight_norm
+        self.within_buffer = max_priority_within_buffer
         self.transitions: dict[int, Transition] = {}
+        self.draws = Draws()
         self.writes = 0
         self.maximum = 1.0
 
     def write(self, slot: int, episode: Hashable = None, terminated: bool = False, truncated: bool = False) -> None:
-        """Write a transition to ``slot`` with the largest magnitude seen so far."""
+        """Write a transition to ``slot`` with the largest magnitude seen so far, or now in the buffer."""
+        self.draws.write(slot)
         self.transitions[slot] = Transition(self.writes, episode, bool(terminated), bool(truncated), self.maximum)
         self.writes += 1
         if terminated or truncated:
@@ -61,13 +119,34 @@ class NaiveReplay(ABC):
                 continue
             absolute = math.sqrt(value) if self.td_error == "squared" else value
             self.maximum = max(self.maximum, absolute + self.eps)
-            updated.magnitude = absolute + self.eps
+            updated.magnitude, updated.updated = absolute + self.eps, True
             for transition in self.transitions.values():
                 if transition is updated or transition.episode == updated.episode:
                     transition.waiting = False
+        self.forget_overwritten()
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Remove what the rows of the next write replace."""
+        for slot in slots:
+            self.transitions.pop(slot, None)
+        self.forget_overwritten()
+
+    def forget_overwritten(self) -> None:
+        """Find the largest magnitude among the transitions in the buffer."""
+        if self.within_buffer:
+            stored = [transition.magnitude for transition in self.transitions.values() if transition.updated]
+            self.maximum = max(stored, default=self.maximum)
+
+    def episodes(self) -> dict[Hashable, list[int]]:
+        """The slots of each stored episode, in the order of writing."""
+        episodes: dict[Hashable, list[int]] = {}
+        for slot, transition in sorted(self.transitions.items(), key=lambda item: item[1].written):
+            episodes.setdefault(transition.episode, []).append(slot)
+        return episodes
 
     def empty(self) -> None:
         self.transitions.clear()
+        self.draws = Draws()
         self.maximum = 1.0
 
     @abstractmethod
@@ -95,11 +174,38 @@ class NaiveReplay(ABC):
 class NaivePER(NaiveReplay):
     """P(i) = d_i^alpha / sum_k d_k^alpha."""
 
-    def __init__(self, *, alpha=0.6, beta=0.4, eps=1e-6, td_error="squared", weight_norm="buffer"):
-        super().__init__(alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+    def __init__(self, *, alpha=0.6, beta=0.4, eps=1e-6, **choices):
+        super().__init__(alpha=alpha, beta=beta, eps=eps, **choices)
 
     def criterion(self) -> dict[int, float]:
         return {slot: transition.magnitude**self.alpha for slot, transition in self.transitions.items()}
+
+
+class NaiveRecency(NaiveReplay):
+    """P(i) ∝ 2^(-age / half_life), the age in transitions."""
+
+    def __init__(self, *, half_life, beta):
+        super().__init__(beta=beta)
+        self.half_life = half_life
+
+    def criterion(self) -> dict[int, float]:
+        newest = max(transition.written for transition in self.transitions.values())
+        return {slot: 0.5 ** ((newest - t.written) / self.half_life) for slot, t in self.transitions.items()}
+
+
+class NaiveSlices(NaiveReplay):
+    """All starts of slices have the same probability."""
+
+    def __init__(self, *, pad, length):
+        super().__init__()
+        self.pad, self.length = pad, length
+
+    def criterion(self) -> dict[int, float]:
+        shortest = 1 if self.pad else self.length
+        criterion = dict.fromkeys(self.transitions, 0.0)
+        for slots in self.episodes().values():
+            criterion |= dict.fromkeys(slots[: max(len(slots) + 1 - shortest, 0)], 1.0)
+        return criterion
 
 
 class NaiveRanking(NaiveReplay):
@@ -109,7 +215,7 @@ class NaiveRanking(NaiveReplay):
     """
 
     def __init__(self, *, alpha=0.7, td_error="squared"):
-        super().__init__(alpha=alpha, beta=0.4, eps=0.0, td_error=td_error, weight_norm="buffer")
+        super().__init__(alpha=alpha, beta=0.4, td_error=td_error)
 
     def write(self, slot: int, *episode) -> None:
         super().write(slot, *episode)
@@ -130,37 +236,20 @@ class NaiveRanking(NaiveReplay):
 class NaiveReaPER(NaiveReplay):
     """P(t) = Psi_t / sum Psi, Psi_t = R_t^omega d_t^alpha (Eq. 15-17)."""
 
-    def __init__(
-        self,
-        *,
-        alpha=0.4,
-        omega=0.2,
-        beta=0.4,
-        eps=1e-6,
-        td_error="squared",
-        truncated="finished",
-        weight_norm="batch",
-    ):
-        super().__init__(alpha=alpha, beta=beta, eps=eps, td_error=td_error, weight_norm=weight_norm)
+    def __init__(self, *, alpha=0.4, omega=0.2, beta=0.4, eps=1e-6, truncated="finished", **choices):
+        super().__init__(alpha=alpha, beta=beta, eps=eps, **{"weight_norm": "batch", **choices})
         assert truncated in ("finished", "ongoing")
         self.omega, self.truncated = omega, truncated
-
-    def episodes(self) -> dict[Hashable, list[tuple[int, Transition]]]:
-        """Slots and stored transitions of each episode, in the order of writing."""
-        episodes: dict[Hashable, list[tuple[int, Transition]]] = {}
-        for slot, transition in sorted(self.transitions.items(), key=lambda item: item[1].written):
-            episodes.setdefault(transition.episode, []).append((slot, transition))
-        return episodes
 
     def finished(self, transition: Transition) -> bool:
         return transition.terminated or (transition.truncated and self.truncated == "finished")
 
     def reliabilities(self) -> dict[int, float]:
         """R_t of each slot (Eq. 16); 1 if its episode was neither updated nor ended since it was written."""
-        episodes = self.episodes()
-        largest_sum = max(math.fsum(t.magnitude for _, t in episode) for episode in episodes.values())  # F, Eq. 17
+        episodes = [[(slot, self.transitions[slot]) for slot in slots] for slots in self.episodes().values()]
+        largest_sum = max(math.fsum(t.magnitude for _, t in episode) for episode in episodes)  # F, Eq. 17
         reliabilities = {}
-        for episode in episodes.values():
+        for episode in episodes:
             magnitudes = [transition.magnitude for _, transition in episode]
             finished = any(self.finished(transition) for _, transition in episode)
             for position, (slot, transition) in enumerate(episode):

@@ -32,8 +32,6 @@ from tests.test_compiled import (
     Flat,
     assert_same_sampler,
     assert_valid,
-    is_ours,
-    sample_and_update,
     step,
 )
 from torchrl_replay_ext import (
@@ -107,18 +105,6 @@ def same_numbers(monkeypatch):
         for function in (uniform, random_seed):
             if name.startswith("torchrl_replay_ext") and hasattr(module, function.__name__):
                 monkeypatch.setattr(module, function.__name__, function)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_everything_is_on_the_device(name):
-    buffer, _ = filled(CASES[name])
-    batch = sample_and_update(buffer)
-    assert {tensor.device.type for tensor in batch.values(True, True)} == {DEVICE}
-    assert {tensor.device.type for tensor in buffer.storage[:].values(True, True)} == {DEVICE}
-    if is_ours(buffer.sampler):
-        assert {tensor.device.type for tensor in buffer.sampler.stats().values()} == {DEVICE}
-        assert buffer.sampler.probabilities(buffer.storage).device.type == DEVICE
-    assert_valid(buffer.sampler)
 
 
 # ranks of TD errors that differ by less than 0.8 % may differ: the CPU does not sort

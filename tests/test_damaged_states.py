@@ -96,6 +96,11 @@ class Damaged(Driven):
     # key of the damaged entry
     damaged = ""
 
+    def __init__(self, name: str, seed: int):
+        super().__init__(name, seed)
+        # the reference goes on in the middle of episodes
+        self.reference = None
+
     def work(self) -> None:
         """Draw, update and write."""
         capacity, size = self.setting.capacity, self.batch_size()

@@ -10,9 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data import buffer_with, event_sampler
@@ -40,40 +37,6 @@ SEQUENCE = 2000
 # --- random operations
 
 
-class RandomOperations(RuleBasedStateMachine):
-    """Random operations; hypothesis reduces a failure to a short sequence."""
-
-    name = "proportional"
-
-    @initialize(seed=st.integers(0, 2**32))
-    def create(self, seed):
-        torch.manual_seed(seed)
-        self.driven = Driven(self.name, seed)
-
-    @rule(name=st.sampled_from([name for _, name in Driven.OPERATIONS]))
-    def operate(self, name):
-        self.driven.operate(name)
-
-    @rule(count=st.integers(1, 4))
-    def write_and_learn(self, count):
-        self.driven.operate("extend")
-        for _ in range(count):
-            self.driven.operate("sample")
-            self.driven.operate("update")
-
-    @invariant()
-    def agrees(self):
-        if hasattr(self, "driven"):
-            self.driven.check()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_random_operations(name):
-    case = type(name, (RandomOperations,), {"name": name}).TestCase
-    case.settings = settings(max_examples=2, stateful_step_count=12, deadline=None, derandomize=True)
-    case("runTest").runTest()
-
-
 def drive(name, seed, count):
     torch.manual_seed(seed)
     driven = Driven(name, seed)
@@ -86,7 +49,8 @@ def drive(name, seed, count):
 
 @pytest.mark.parametrize("name", CASES)
 def test_some_random_operations(name):
-    for seed in range(2):
+    # a reference compares the probabilities
+    for seed in range(2 if "tables" in name else 5):
         drive(name, seed, 150)
 
 
@@ -95,12 +59,8 @@ def test_some_random_operations(name):
 def test_a_million_random_operations(name):
     """The environment variable ``FAULT_OPERATIONS`` sets the number of operations."""
 
-    @settings(max_examples=max(OPERATIONS // SEQUENCE, 1), deadline=None, database=None)
-    @given(seed=st.integers(0, 2**32))
-    def drives(seed):
-        drive(name, seed, SEQUENCE)
-
-    drives()
+    for seed in range(max(OPERATIONS // SEQUENCE, 1)):
+        drive(name, 1000 + seed, SEQUENCE)
 
 
 # --- processes that are killed

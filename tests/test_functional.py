@@ -53,11 +53,6 @@ def test_an_index_need_not_be_contiguous():
     assert is_last_occurrence(index).tolist() == [False, True, True]
 
 
-def test_last_occurrence_of_nothing():
-    empty = torch.zeros(0, dtype=torch.int64)
-    assert is_last_occurrence(empty).shape == (0,)
-
-
 # --- reliability
 
 

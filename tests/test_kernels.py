@@ -14,6 +14,7 @@ import torch
 
 from tests.chi_square import p_value
 from tests.emulated_device import EmulatedDevice
+from tests.reference import Draws
 from tests.stacks import StackedStreams
 from torchrl_replay_ext import EventSpec, EventTables, SumTree, kernels
 from torchrl_replay_ext.core.episodes import EpisodeIndex
@@ -74,6 +75,13 @@ def run(request, monkeypatch):
                 return function(*arguments)
 
     return run
+
+
+def scramble(*tensors):
+    """Fill tensors with any numbers, as damaged states may hold."""
+    for tensor in tensors:
+        most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
+        tensor.copy_(torch.randint(-most, most, tensor.shape))
 
 
 def a_tree(capacity, paged=False):
@@ -165,10 +173,7 @@ def test_a_tree_without_mass_yields_leaf_0(run):
 @pytest.mark.parametrize("paged", [False, True])
 def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     tree = a_tree(1000, paged)
-    for tensor in (tree.leaves, tree.nodes, tree.minima):
-        tensor.copy_(torch.randint(-(2**50), 2**50, tensor.shape))
-    if paged:
-        tree.page_table.copy_(torch.randint(-(2**50), 2**50, tree.page_table.shape))
+    scramble(tree.leaves, tree.nodes, tree.minima, *[tree.page_table] * paged)
     tree.nodes[0] = 2**61
     leaf, _ = run(tree.draw, torch.rand(500, dtype=torch.float64))
     assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000
@@ -193,8 +198,8 @@ class RowState:
         self.largest, self.limit = torch.ones(1).double(), torch.full((1,), LIMIT).double()
         self.written, self.priority = [0] * SLOTS, [0.0] * SLOTS
         self.tree, self.alpha = SumTree(SLOTS, track_min=True), torch.tensor([0.6], dtype=torch.float64)
-        self.last, self.waiting, self.before, self.late = ([0] * SLOTS for _ in range(4))
-        self.greatest, self.dropped, self.rejected, self.drawn, self.writes = 1.0, 0, 0, 0, 0
+        self.waits = Draws()
+        self.greatest, self.dropped, self.rejected, self.writes = 1.0, 0, 0, 0
 
     def draw(self, slots, density, *, smallest=None, beta=0.4, stamped=True):
         weight, stamp = torch.zeros(len(slots)), torch.zeros(len(slots) * stamped, dtype=torch.int64)
@@ -206,11 +211,7 @@ class RowState:
         expected = [(x / least) ** -beta if x > 0 and least > 0 else 0.0 for x in density.tolist()]
         assert weight.tolist() == pytest.approx(expected, rel=1e-6)
         assert stamp.tolist() == [self.written[slot] for slot in slots.tolist() if stamped]
-        self.drawn += 1
-        for slot in slots.tolist():
-            still = self.drawn - self.last[slot] <= reasons.WINDOW
-            self.waiting[slot] = 1 + self.waiting[slot] * still
-            self.last[slot] = self.drawn
+        self.waits.draw(slots.tolist())
         return stamp
 
     def record(self, slots, stays):
@@ -222,10 +223,7 @@ class RowState:
                 continue
             self.written[slot] = self.writes * stays
             self.priority[slot] = -self.greatest * stays
-            late = self.late[slot] * (self.drawn - self.before[slot] <= reasons.WINDOW)
-            late += self.waiting[slot] * (self.drawn - self.last[slot] <= reasons.WINDOW)
-            self.before[slot] = self.last[slot] or self.before[slot]
-            self.late[slot], self.last[slot], self.waiting[slot] = late, 0, 0
+            self.waits.write(slot)
 
     def update(self, slots, error, stamp, real, *, squared, refuses, is_own, eps=0.01, least=0.1):
         kept, kept_d, result = torch.empty_like(slots), torch.empty_like(error), torch.zeros(2, dtype=torch.int64)
@@ -242,7 +240,8 @@ class RowState:
         why |= {i: reasons.INVALID for i in rows if i not in why and not priority.get(i, math.inf) <= LIMIT}
         if refuses:
             if stamps is None:
-                empty = [i for i in rows if i not in why and not self.written[slot[i]] and not self.before[slot[i]]]
+                seen = [self.written[at] or self.waits.slots[at].before for at in range(SLOTS)]
+                empty = [i for i in rows if i not in why and not seen[slot[i]]]
                 why |= dict.fromkeys(empty, reasons.EMPTY)
             if why:
                 assert result.tolist() == [why[min(why)], min(why)]
@@ -257,10 +256,9 @@ class RowState:
             if stamps is not None:
                 is_late |= stamps[i] != self.written[at]
             elif not is_own:
-                is_late |= self.late[at] > 0 and self.drawn - self.before[at] <= reasons.WINDOW
+                is_late |= self.waits.expects_late(at)
             if not is_own:
-                counts = self.late if is_late else self.waiting
-                counts[at] = max(counts[at] - 1, 0)
+                self.waits.update(at, is_late)
             self.dropped += is_late
             if not is_late:
                 expected[at] = priority[i]
@@ -281,7 +279,8 @@ class RowState:
         assert float(self.largest) == pytest.approx(self.greatest, rel=1e-6)
         assert self.counts.tolist() == [self.dropped, self.rejected]
         # below 0 means the same as 0
-        assert self.draws.clamp_min(0)[:, 1].tolist() == self.waiting and self.draws[:, 0].tolist() == self.last
+        waits = [(self.waits.slots[slot].last, self.waits.slots[slot].waiting) for slot in range(SLOTS)]
+        assert [*map(tuple, self.draws.clamp_min(0)[:, :2].tolist())] == waits
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.float64])
@@ -315,12 +314,12 @@ def test_draws_wait_for_a_limited_time(run):
     rows.draw(torch.tensor([0, 1, 1]), torch.ones(3).double())
     rows.record(torch.tensor([0, 1]), True)
     rows.num_draws += reasons.WINDOW
-    rows.drawn += reasons.WINDOW
+    rows.waits.number += reasons.WINDOW
     nothing = torch.empty(0, dtype=torch.int64)
     how = {"squared": False, "refuses": True, "is_own": False}
     rows.update(torch.tensor([1]), torch.ones(1), nothing, nothing, **how)
     rows.num_draws += 1
-    rows.drawn += 1
+    rows.waits.number += 1
     rows.update(torch.tensor([0, 1]), torch.ones(2), nothing, nothing, **how)
     rows.check()
     assert rows.dropped == 1
@@ -459,10 +458,8 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
         slices = some_slices(120, 2 if assigned else 1, assigned=assigned, padded=False)
         torch.manual_seed(seed)
         for index in (episodes, slices):
-            for name, tensor in index.tensors().items():
-                if name.removeprefix("slices_") not in ("interrupted", "finished", "rows"):
-                    most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
-                    tensor.copy_(torch.randint(-most, most, tensor.shape))
+            state = {name.removeprefix("slices_"): tensor for name, tensor in index.tensors().items()}
+            scramble(*(state[name] for name in sorted(state.keys() - {"interrupted", "finished", "rows"})))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
         run(episodes.write, slots, torch.rand(1, dtype=torch.float64), torch.tensor([1]), marks, marks.ended)
@@ -599,10 +596,8 @@ def test_draws_follow_psi(run, omega, tables):
 def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assigned):
     index, generation = some_episodes(assigned, 2)
     tree = a_tree(300)
-    for tensor in (*tree.tensors(), *index.arrays(generation)):
-        if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.dtype != torch.bool:
-            most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
-            tensor.copy_(torch.randint(-most, most, tensor.shape))
+    arrays = [each for each in (*tree.tensors(), *index.arrays(generation)) if isinstance(each, torch.Tensor)]
+    scramble(*(array for array in arrays if array.numel() and array.dtype != torch.bool))
     for tables in (0, 4):
         leaf, *_ = run(partial(draw_by_reliability, index, generation, 5.0, tree, tables=tables))
         assert int(leaf.min()) >= 0 and int(leaf.max()) < 300

@@ -1,7 +1,5 @@
 import copy
 import math
-import pickle
-import random
 from fractions import Fraction
 from itertools import accumulate
 
@@ -11,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.chi_square import p_value
-from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
+from torchrl_replay_ext.core.sum_tree import SumTree
 
 UNIT, PAGE = SumTree.UNIT, SumTree.PAGE
 
@@ -93,18 +90,6 @@ class TreeAgainstList(RuleBasedStateMachine):
         self.tree.write(torch.tensor(index, dtype=torch.int64), torch.tensor(mass, dtype=torch.int64))
         for i, m in zip(index, mass, strict=True):
             self.masses[i] = m
-
-    @rule(data=st.data(), ask=st.booleans(), bursts=st.sampled_from([1, 1, 1, 3, 40]))
-    def write_several_times(self, data, ask, bursts):
-        """Several writes in a row, with or without reading the minimum before them."""
-        if ask and self.track_min and sum(self.masses):
-            self.tree.min()
-        index = self.choose_leaves(data)
-        for burst in range(bursts if index else 0):
-            mass = [data.draw(st.integers(0, 5)) for _ in index] if burst < 3 else [burst + i for i in index]
-            self.tree.write(torch.tensor(index), torch.tensor(mass))
-            for i, m in zip(index, mass, strict=True):
-                self.masses[i] = m
 
     @rule(data=st.data())
     def write_one_mass_to_many(self, data):
@@ -213,9 +198,6 @@ TestPagedTree = PagedTreeAgainstList.TestCase
 TestTree.settings = TestPagedTree.settings = settings(
     max_examples=50, stateful_step_count=20, deadline=None, derandomize=True
 )
-
-
-# --- sums
 
 
 # --- fixed point
@@ -331,52 +313,3 @@ def test_largest_random_number(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, largest, dtype=torch.float64))
     assert tree.sample(4)[0].tolist() == [7] * 4
     assert tree.sample(32, stratified=True)[0].max() == 7
-
-
-def draw_counts(tree: SumTree, stratified: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    batches = [tree.sample(500, stratified=stratified, generator=generator)[0] for _ in range(100)]
-    return torch.cat(batches).bincount(minlength=tree.capacity)
-
-
-def test_independent_draws_follow_the_priorities():
-    """Chi-square test with 64 items and 50,000 draws; the negative control is a tree with another exponent."""
-    size = torch.linspace(0.2, 3.0, 64)[torch.randperm(64)]
-    tree, wrong = SumTree(80), SumTree(80)
-    tree.update(torch.arange(64), size**0.6)
-    wrong.update(torch.arange(64), size**0.5)
-    for each, fits in ((tree, True), (wrong, False)):
-        drawn = torch.arange(80).repeat_interleave(draw_counts(each).long())
-        assert (p_value(drawn, size**0.6) > 1e-4) == fits
-
-
-# --- copies
-
-
-def pickled(tree):
-    return pickle.loads(pickle.dumps(tree))
-
-
-# --- maxima
-
-
-@pytest.mark.parametrize("capacity", [1, 4, 5, 17, 100, 300])
-def test_max_tree(capacity):
-    rng = random.Random(0)
-    tree, values = MaxTree(capacity), [0] * capacity
-    assert int(tree.max()) == 0
-    for step in range(300):
-        changed = [rng.randrange(capacity) for _ in range(rng.randint(1, 4))]
-        for i in changed:
-            # values rise and fall, so the maximum must also fall
-            values[i] = rng.choice([0, rng.randrange(2**10), rng.randrange(2**50)])
-            tree.leaves[i] = values[i]
-        tree.refresh(torch.tensor(changed))
-        if step % 50 == 49:
-            tree = rng.choice([copy.deepcopy, pickled])(tree)
-        assert int(tree.max()) == max(values)
-        assert tree.leaves[:capacity].tolist() == values
-    tree.leaves.zero_()
-    tree.leaves[capacity - 1] = 9
-    tree.rebuild_()
-    assert int(tree.max()) == 9

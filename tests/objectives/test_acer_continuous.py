@@ -18,7 +18,6 @@ from tests.objectives.trajectories import (
     HIDDEN,
     OBSERVATION,
     Sums,
-    assert_agrees,
     averaged,
     cut_rows,
     episodes,
@@ -168,7 +167,7 @@ def policy_step(
     sums.add("tr_active", float(not torch.equal(z, g)))
 
 
-def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace") -> Sums:
+def algorithm(setting: Setting, batch: TensorDict) -> Sums:
     """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
     critic, squashed = networks.critic, setting.squashed
@@ -208,7 +207,7 @@ def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace"
             q_other = q_and_v(observation, other, u)[0].item()
             reward = step["next", "reward"].item()
             ret, opc = reward + loss.gamma * ret, reward + loss.gamma * opc
-            of_actor = opc if loss.use_q_opc and returns == "retrace" else ret
+            of_actor = opc if loss.use_q_opc and loss.returns == "retrace" else ret
             weight = 0.0 if math.isinf(loss.c) else max(0.0, 1 - loss.c / rho_other)
             of_scores = min(loss.c, rho) * (of_actor - v.item()), weight * (q_other - v.item())
             policy_step(setting, step, sums, [*zip((a, other), of_scores, strict=True)])
@@ -221,63 +220,12 @@ def algorithm_3(setting: Setting, batch: TensorDict, *, returns: str = "retrace"
             sums.add("loss_value", loss.value_coeff.item() * v_loss)
             sums.add("rho", min(loss.c, rho))
             sums.add("bc_weight", weight)
-            if returns == "importance_sampling":
+            if loss.returns == "importance_sampling":
                 ret = rho * ret
             else:
                 ret = loss.lmbda * c_i * (ret - q.item()) + v.item()
                 opc = loss.lmbda * (opc - q.item()) + v.item()
     return sums.means(count)
-
-
-@pytest.mark.parametrize("statistics", [LOC, BOTH])
-@pytest.mark.parametrize("trust_region", [True, False])
-@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, math.inf])
-def test_is_algorithm_3(statistics, trust_region, c):
-    setting, batch = Setting(c=c, trust_region=trust_region, statistics=statistics).record(), rows()
-    result = setting.loss(batch)
-    assert_agrees(result, algorithm_3(setting, batch))
-    if trust_region:
-        # the constraint is active in some steps, but not in all
-        assert 0 < result["tr_active"] < 1
-    if c in (0.5, 1.0):
-        assert result["bc_weight"] > 0.05
-
-
-@pytest.mark.parametrize("distribution", [IndependentNormal, Normal, TanhNormal])
-@pytest.mark.parametrize("statistics", [LOC, BOTH])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("dueling", [False, True])
-@pytest.mark.parametrize("mask", [False, True])
-def test_is_algorithm_3_for_any_networks_and_batches(distribution, statistics, shared, dueling, mask):
-    setting = Setting(shared=shared, dueling=dueling, distribution=distribution, statistics=statistics).record()
-    batch = rows(mask=mask, squashed=setting.squashed)
-    result = setting.loss(batch)
-    assert_agrees(result, algorithm_3(setting, batch))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"lmbda": 0.7},
-        {"lmbda": 0.0},
-        {"retrace_thresh": 2.5},
-        {"use_q_opc": False},
-        {"num_samples": 1},
-        {"gamma": 1.0},
-        {"delta": 0.0},
-        {"critic_coeff": 0.75, "value_coeff": 0.125},
-        {"fixed": True},
-        {"returns": "importance_sampling"},
-        {"returns": "importance_sampling", "dueling": False},
-        {"returns": "importance_sampling", "use_q_opc": False, "distribution": TanhNormal},
-    ],
-    ids=str,
-)
-def test_is_algorithm_3_with_any_argument(arguments):
-    setting = Setting(**arguments).record()
-    batch = rows(mask=True, squashed=setting.squashed)
-    result = setting.loss(batch)
-    assert_agrees(result, algorithm_3(setting, batch, returns=arguments.get("returns", "retrace")))
 
 
 # --- identities

@@ -14,13 +14,14 @@ import torch
 from tensordict import NestedKey, TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical
-from torchrl.modules import ProbabilisticActor, TanhNormal
+from torch.distributions import Categorical, Normal
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal
 from torchrl.objectives import SoftUpdate
 
 from tests.objectives import test_acer as discrete
 from tests.objectives import test_acer_continuous as continuous
 from tests.objectives.trajectories import (
+    assert_agrees,
     assert_compiles,
     assert_same,
     assert_same_gradients,
@@ -64,6 +65,84 @@ def average_of(loss: Any) -> Any:
 
 def flat(key: NestedKey) -> str:
     return key if isinstance(key, str) else "_".join(key)
+
+
+# --- Algorithms 2 and 3, step by step
+
+
+def assert_is_algorithm(acer: ModuleType, *, mask: bool = False, mu_key: Any = None, **arguments: Any) -> Any:
+    """Compare values and gradients with the loop of the module; returns the losses."""
+    setting = acer.Setting(**arguments, **({} if mu_key is None else {"behaviour_key": mu_key})).record()
+    of_rows = {"squashed": setting.squashed} if acer is continuous else {"key": mu_key or "logits"}
+    batch = acer.rows(mask=mask, **of_rows)
+    result = setting.loss(batch)
+    assert_agrees(result, acer.algorithm(setting, batch, **({} if mu_key is None else {"mu_key": mu_key})))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("acer", "statistics"), [(acer, each) for acer in (discrete, continuous) for each in acer.STATISTICS], ids=name_of
+)
+@pytest.mark.parametrize("trust_region", [True, False])
+@pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 10.0, math.inf])
+def test_is_the_algorithm(acer, statistics, trust_region, c):
+    delta = 0.01 if acer is discrete else 0.1
+    result = assert_is_algorithm(acer, c=c, trust_region=trust_region, statistics=statistics, delta=delta)
+    if trust_region:
+        # the constraint is active in some steps, but not in all
+        assert 0 < result["tr_active"] < 1
+    if c in (0.5, 1.0):
+        assert result["bc_weight"] > 0.05
+
+
+NETWORKS = [
+    *((discrete, {"trunk": t, "kind": k}) for t in ("apart", "hidden", "modules") for k in ("logits", "probs")),
+    *(
+        (continuous, {"distribution": kind, "statistics": statistics, "shared": shared, "dueling": dueling})
+        for kind in (IndependentNormal, Normal, TanhNormal)
+        for statistics in continuous.STATISTICS
+        for shared in (False, True)
+        for dueling in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("acer", "arguments"), NETWORKS, ids=name_of)
+@pytest.mark.parametrize("mask", [False, True])
+def test_is_the_algorithm_for_any_networks_and_batches(acer, arguments, mask):
+    for mu_key in (None, ("collector", "probs")) if acer is discrete else (None,):
+        assert_is_algorithm(acer, mask=mask, mu_key=mu_key, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("acer", "arguments"),
+    [
+        *(
+            (acer, arguments)
+            for acer in (discrete, continuous)
+            for arguments in (
+                {"lmbda": 0.7},
+                {"lmbda": 0.0},
+                {"retrace_thresh": 2.5},
+                {"gamma": 1.0},
+                {"delta": 0.0},
+                {"returns": "importance_sampling"},
+            )
+        ),
+        (discrete, {"gamma": 0.0}),
+        (discrete, {"critic_coeff": 0.75}),
+        (discrete, {"returns": "importance_sampling", "statistics": "logits"}),
+        (continuous, {"use_q_opc": False}),
+        (continuous, {"num_samples": 1}),
+        (continuous, {"critic_coeff": 0.75, "value_coeff": 0.125}),
+        (continuous, {"fixed": True}),
+        (continuous, {"returns": "importance_sampling", "dueling": False}),
+        (continuous, {"returns": "importance_sampling", "use_q_opc": False, "distribution": TanhNormal}),
+    ],
+    ids=name_of,
+)
+def test_is_the_algorithm_with_any_argument(acer, arguments):
+    assert_is_algorithm(acer, mask=True, **arguments)
 
 
 @both

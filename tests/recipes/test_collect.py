@@ -5,28 +5,7 @@ import numpy as np
 import torch
 
 from recipes.common.collector import EpsilonRandom, VectorCollector
-
-
-class Countdown(gymnasium.Env):
-    """Observes how many steps are left of `length`; the last one terminates if the length is even, else truncates."""
-
-    observation_space = gymnasium.spaces.Box(-1.0, 100.0, (1,))
-    action_space = gymnasium.spaces.Discrete(3)
-
-    def __init__(self, length):
-        self.length = length
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = self.length
-        return np.array([self.left], dtype=np.float32), {}
-
-    def step(self, action):
-        self.left -= 1
-        ended = self.left == 0
-        even = self.length % 2 == 0
-        observation = np.array([self.left], dtype=np.float32)
-        return observation, float(action), ended and even, ended and not even, {}
+from tests.recipes.countdown import Countdown
 
 
 def always_2(observations):

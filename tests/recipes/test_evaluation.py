@@ -1,31 +1,19 @@
-import gymnasium
 import numpy as np
 import pytest
 
 from recipes.common.config import EnvConfig
 from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation, evaluate
+from tests.recipes.countdown import Countdown
 
 
-class Countdown(gymnasium.Env):
-    """Ends after `length` steps; the reward is the action."""
-
-    observation_space = gymnasium.spaces.Box(0, 100, (1,))
-    action_space = gymnasium.spaces.Discrete(3)
-
-    def __init__(self, length, truncates=False):
-        self.length, self.truncates = length, truncates
+class RandomStart(Countdown):
+    """Observes a random number in [0, 1) first."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.left, self.first = self.length, self.np_random.random()
+        self.first = self.np_random.random()
         return np.array([self.first], np.float32), {}
-
-    def step(self, action):
-        self.left -= 1
-        over = self.left == 0
-        observation = np.array([self.left], np.float32)
-        return observation, float(action), over and not self.truncates, over and self.truncates, {}
 
 
 def test_returns_of_whole_episodes_of_different_lengths():
@@ -35,7 +23,7 @@ def test_returns_of_whole_episodes_of_different_lengths():
         seen.append(len(observations))
         return np.full(len(observations), 2)
 
-    envs = [Countdown(3), Countdown(1), Countdown(2, truncates=True)]
+    envs = [Countdown(3), Countdown(1), Countdown(2)]
     assert [episode.score for episode in evaluate(policy, envs, epsilon=0.0, seed=[1])] == [6.0, 2.0, 4.0]
     assert seen == [3, 2, 1]  # environments whose episode is over are not asked again
 
@@ -54,7 +42,7 @@ def test_a_policy_with_memory_is_told_which_episodes_go_on():
 
             return act
 
-    envs = [Countdown(3), Countdown(1), Countdown(2, truncates=True)]
+    envs = [Countdown(3), Countdown(1), Countdown(2)]
     for _ in range(2):  # each evaluation begins with an empty memory
         assert [episode.score for episode in evaluate(Counter(), envs, seed=[1])] == [6.0, 1.0, 3.0]
 
@@ -76,14 +64,14 @@ def test_seed_decides_everything_and_global_generators_are_left_alone():
 
     np.random.seed(0)
     before = np.random.get_state()[1].copy()
-    first = [evaluate(policy, [Countdown(5), Countdown(5)], epsilon=0.9, seed=[1, n]) for n in (1, 1, 2)]
+    first = [evaluate(policy, [RandomStart(5), RandomStart(5)], epsilon=0.9, seed=[1, n]) for n in (1, 1, 2)]
     assert first[0] == first[1] != first[2]
     np.testing.assert_array_equal(starts[0], starts[5])
     assert (starts[0] != starts[10]).all() and starts[0][0] != starts[0][1]
     np.testing.assert_array_equal(np.random.get_state()[1], before)
 
 
-class Coin(Countdown):
+class Coin(RandomStart):
     """Its `info` names the side of a coin; the reward of "tails" is twice that of "heads"."""
 
     def __init__(self, length=3, bonus=0):

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -20,6 +19,7 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
 from recipes.common.replay import land_between_flags, land_near_middle, make_replay
+from tests.recipes.countdown import Countdown
 from tests.recipes.runs import Composer, composed, eager_and_compiled, rows, tiny
 
 # near_initial happens within the first steps
@@ -31,27 +31,6 @@ TINY = [
     "+env.options.max_episode_steps=30",
 ]
 configuration = Composer("dqn", TINY).configuration
-
-
-class Countdown(gymnasium.Env):
-    """Observes how many steps are left; flags: the second step, the last, and one that is there on the last only."""
-
-    observation_space = gymnasium.spaces.Box(-1.0, 100.0, (1,))
-    action_space = gymnasium.spaces.Discrete(3)
-
-    def __init__(self, length=4):
-        self.length = length
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.left = self.length
-        return np.array([self.left], np.float32), {"second": False, "last": False}
-
-    def step(self, action):
-        self.left -= 1
-        over = self.left == 0
-        info = {"second": self.left == self.length - 2, "last": np.bool_(over)} | ({"late": True} if over else {})
-        return np.array([self.left], np.float32), 0.0, over and self.length % 2 == 0, over, info
 
 
 def single(flags):

@@ -11,6 +11,7 @@ from recipes.common.cli import DONE
 from recipes.common.config import DECOUPLED, EVENT_TABLES
 from recipes.common.options import environments
 from recipes.common.schemas import SCHEMAS
+from tests.params import slow_but
 from tests.recipes.runs import RECIPES, eager_and_compiled, rows
 
 PACKAGES = {
@@ -30,7 +31,14 @@ def samplers(name):
     return [sampler for sampler in SCHEMAS[name].samplers if sampler not in (*EVENT_TABLES, *DECOUPLED)]
 
 
-@pytest.mark.parametrize(("name", "sampler"), [(name, sampler) for name in RECIPES for sampler in samplers(name)])
+# a recipe differs from the others in the samplers that are in the default run
+QUICK = [*(("dqn", sampler) for sampler in samplers("dqn")), ("td3", "lap")]
+QUICK += [(name, sampler) for name in ("sac", "r2d2", "acer") for sampler in ("uniform", "per")]
+
+
+@pytest.mark.parametrize(
+    ("name", "sampler"), slow_but(QUICK, [(name, sampler) for name in RECIPES for sampler in samplers(name)])
+)
 def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, name, sampler):
     train, composer = RECIPES[name]
     huber = [f"{name}.loss_function=smooth_l1"] * (sampler == "lap")
@@ -55,7 +63,12 @@ def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, name, sampl
 
 @pytest.mark.filterwarnings("ignore:WARNING. compiler attribute:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "env"), [(name, env) for name in RECIPES for env in environments(name) if env != "atari"]
+    ("name", "env"),
+    slow_but(
+        # the first recipe of each environment
+        [*{env: (name, env) for name in [*RECIPES][::-1] for env in environments(name)}.values()],
+        [(name, env) for name in RECIPES for env in environments(name) if env != "atari"],
+    ),
 )
 def test_every_environment_trains(tmp_path, monkeypatch, name, env):
     if not installed(env):

@@ -1,4 +1,4 @@
-"""Random experience in all supported layouts, written to a real buffer and to a naive reference."""
+"""Random experience, and comparisons of buffers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-import torchrl_replay_ext
-from tests.reference import NaivePER, NaiveRanking, NaiveReaPER
-
-LAYOUTS = ("single", "single_with_ids", "interleaved", "env_major", "uneven", "two_dim")
 # the beginning of the warning that an episode was interrupted
 INTERRUPTED = "A trajectory began before the last one had ended"
 
@@ -29,6 +24,7 @@ class Step:
     traj_id: int
     terminated: bool = False
     truncated: bool = False
+    initial: bool = False
 
 
 class Environments:
@@ -42,11 +38,12 @@ class Environments:
         self.has_restarted = False
 
     def step(self, env: int) -> Step:
-        if env not in self.open:
+        initial = env not in self.open
+        if initial:
             self.open[env] = Step(self.episodes_begun, self.ids_given)
             self.episodes_begun += 1
             self.ids_given += 1
-        step = self.open[env] = Step(self.open[env].episode, self.open[env].traj_id)
+        step = self.open[env] = Step(self.open[env].episode, self.open[env].traj_id, initial=initial)
         if self.rng.random() < self.end_probability:
             kind = self.rng.choice(["terminated", "truncated", "both"])
             step.terminated, step.truncated = kind != "truncated", kind != "terminated"
@@ -94,167 +91,6 @@ def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
     return td
 
 
-class ReplayWithReference:
-    """A ``TensorDictReplayBuffer`` and the naive reference of its sampler, with the same operations."""
-
-    def __init__(
-        self, kind, *, layout="single", capacity=16, num_envs=1, seed=0, end_probability=0.2, buffer=None, **sampler
-    ):
-        self.layout, self.rng = layout, random.Random(seed)
-        self.num_envs = 1 if layout.startswith("single") else num_envs
-        self.environments = Environments(self.num_envs, self.rng, end_probability)
-        self.capacity = max(capacity // self.num_envs, 1) * self.num_envs  # a whole number of time steps
-        self.rows = self.capacity // self.num_envs if layout == "two_dim" else self.capacity
-        self.cursor = 0
-        self.squared = sampler.get("td_error", "squared") == "squared"
-        if kind == "per":
-            self.sampler = torchrl_replay_ext.ProportionalSampler(self.capacity, **sampler)
-            sampler.pop("stratified", None)
-            self.reference = NaivePER(**sampler)
-        elif kind == "rank":
-            self.sampler = torchrl_replay_ext.RankBasedSampler(self.capacity, **sampler)
-            self.reference = NaiveRanking(**sampler)
-        else:
-            lanes = {"num_streams": self.num_envs} if layout in ("interleaved", "env_major", "uneven") else {}
-            self.sampler = torchrl_replay_ext.ReaPERSampler(self.capacity, **sampler, **lanes)
-            self.reference = NaiveReaPER(**sampler)
-        storage = LazyTensorStorage(self.capacity, ndim=2 if layout == "two_dim" else 1)
-        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=self.sampler, **(buffer or {}))
-
-    # --- writing
-
-    def extend(self, count: int) -> None:
-        """Write ``count`` transitions, or ``count`` time steps of every environment, in one chunk."""
-        step, envs = self.environments.step, range(self.num_envs)
-        if self.layout == "two_dim":
-            count = max(count, 2)  # TorchRL raises after writing an [E, 1] batch: it mistakes [E, 2] for E flat indices
-            frames = [[step(env) for env in envs] for _ in range(count)]
-            with self.environments.writing():
-                self.buffer.extend(torch.stack([transitions(frame) for frame in frames], 1))
-            for frame in frames:
-                for env, taken in enumerate(frame):
-                    self._tell(self.cursor * self.num_envs + env, taken)
-                self.cursor = (self.cursor + 1) % self.rows
-            return
-        if self.layout == "uneven":
-            activity = [1.0 / (1 + env) ** 2 for env in envs]
-            steps = [step(self.rng.choices(envs, activity)[0]) for _ in range(count)]
-            if count > self.rows:
-                steps += [step(env) for env in envs]
-        else:
-            frames = [[step(env) for env in envs] for _ in range(count)]
-            if self.layout == "env_major":
-                frames = zip(*frames, strict=True)
-            steps = [taken for frame in frames for taken in frame]
-        if len(steps) > self.rows:
-            self.environments.end_unseen(steps, self.rows)
-        with self.environments.writing():
-            self.buffer.extend(transitions(steps, with_ids=self.layout != "single"))
-        for taken in steps:
-            self._tell(self.cursor, taken)
-            self.cursor = (self.cursor + 1) % self.rows
-
-    def add(self) -> None:
-        """Write one transition with ``add`` if the layout allows it."""
-        if self.layout in ("two_dim", "env_major", "interleaved"):
-            return self.extend(1)
-        taken = self.environments.step(self.rng.randrange(self.num_envs))
-        with self.environments.writing():
-            self.buffer.add(transitions([taken], with_ids=self.layout != "single")[0])
-        self._tell(self.cursor, taken)
-        self.cursor = (self.cursor + 1) % self.rows
-
-    def _tell(self, slot: int, step: Step) -> None:
-        self.reference.write(slot, step.episode, step.terminated, step.truncated)
-
-    def restart_collector(self) -> None:
-        """Continue with a new collector, whose first steps all fit into the buffer."""
-        if self.layout == "single" or (self.layout == "two_dim" and self.rows < 2):
-            return
-        self.environments.restart()
-        self.extend(1)
-
-    def empty(self) -> None:
-        self.buffer.empty()
-        self.reference.empty()
-        self.environments.restart()
-        self.cursor = 0
-
-    # --- priorities
-
-    def random_td_errors(self, count: int) -> torch.Tensor:
-        """TD errors with magnitudes between 0.01 and 10, squared if the sampler expects this."""
-        absolute = torch.tensor([10 ** self.rng.uniform(-2.0, 1.0) for _ in range(count)])
-        return absolute.square() if self.squared else absolute
-
-    def sample(self, batch_size: int) -> TensorDict:
-        """Sample a batch, with an entry that identifies the transitions for the reference.
-
-        Call :meth:`update` for it before :meth:`update_directly`: if a sampled slot was overwritten, the buffer would
-        apply an update by index to the sampled transition.
-        """
-        batch = self.buffer.sample(batch_size)
-        batch["stamp"] = torch.tensor(self.reference.stamps(self.slots(batch["index"])))
-        return batch
-
-    def slots(self, index: torch.Tensor) -> list[int]:
-        """The slots for an index of the buffer."""
-        return (index[:, 0] * self.num_envs + index[:, 1] if self.layout == "two_dim" else index).tolist()
-
-    def update(self, batch: TensorDict) -> None:
-        """Update the priorities of a sampled batch."""
-        td_error = self.random_td_errors(len(batch))
-        batch["td_error"] = td_error
-        self.buffer.update_tensordict_priority(batch)
-        self.reference.update(self.slots(batch["index"]), td_error.tolist(), batch["stamp"].tolist())
-
-    def update_directly(self, count: int) -> None:
-        """Update the priorities of ``count`` random slots by index, with duplicates."""
-        slots = torch.tensor([self.rng.randrange(len(self.reference.transitions)) for _ in range(count)])
-        index = torch.stack([slots // self.num_envs, slots % self.num_envs], -1) if self.layout == "two_dim" else slots
-        td_error = self.random_td_errors(count)
-        self.buffer.update_priority(index, td_error)
-        self.reference.update(slots.tolist(), td_error.tolist())
-
-    # --- comparing
-
-    def probabilities(self) -> torch.Tensor:
-        return self.sampler.probabilities(self.buffer.storage)
-
-    def check(self, rtol: float = 1e-4, atol: float = 1e-9) -> None:
-        """Check the sampler, and the probabilities of the buffer against the reference."""
-        self.sampler.check_valid()
-        probabilities = self.probabilities()
-        expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
-        assert probabilities.dtype == torch.float64
-        if isinstance(self.reference, NaiveRanking):
-            bucket = torch.tensor(self.reference.buckets())
-            probabilities, expected = sorted_within(bucket, probabilities), sorted_within(bucket, expected)
-        torch.testing.assert_close(probabilities, expected, rtol=rtol, atol=atol)
-
-    def random_operation(self) -> None:
-        """Perform a random operation."""
-        if not self.reference.transitions:
-            return self.extend(self.rng.randint(1, 4))
-        operation = self.rng.random()
-        if operation < 0.3:
-            self.extend(self.rng.randint(1, 5))
-        elif operation < 0.4:
-            self.add()
-        elif operation < 0.7:
-            self.update(self.sample(self.rng.randint(1, 6)))
-        elif operation < 0.8:
-            batch = self.sample(self.rng.randint(1, 6))
-            self.extend(self.rng.randint(1, 5))
-            self.update(batch)
-        elif operation < 0.94:
-            self.update_directly(self.rng.randint(1, 6))
-        elif operation < 0.97:
-            self.restart_collector()
-        else:
-            self.extend(self.rows + self.rng.randint(1, 7))
-
-
 def probabilities(buffer) -> torch.Tensor:
     """The probability of each stored transition."""
     return buffer.sampler.probabilities(buffer.storage)
@@ -296,16 +132,23 @@ def assert_finite_stats(sampler) -> None:
 
 
 class Refuses:
-    """Expect an error and an unchanged sampler."""
+    """Expect an error and an unchanged sampler, or other unchanged parts of a buffer."""
 
-    def __init__(self, buffer, error, match):
-        self.buffer, self.expectation = buffer, pytest.raises(error, match=match)
+    def __init__(self, buffer, error, match, parts=("sampler",)):
+        self.buffer, self.expectation, self.parts = buffer, pytest.raises(error, match=match), parts
 
     def __enter__(self):
-        self.state = copy.deepcopy(self.buffer.sampler.state_dict())
+        self.before = self.found()
         self.expectation.__enter__()
 
     def __exit__(self, *raised):
         caught = self.expectation.__exit__(*raised)
-        assert_same_state(self.buffer.sampler.state_dict(), self.state)
+        for part, before in zip(self.found(), self.before, strict=True):
+            assert_same_state(part, before)
         return caught
+
+    def found(self):
+        # the call may set the shape of an empty storage
+        stored = int(self.buffer.sampler.stats()["num_items"])
+        parts = [getattr(self.buffer, part) for part in self.parts] if stored else []
+        return [{"stored": stored}, *copy.deepcopy([part.state_dict() for part in parts])]

@@ -604,20 +604,14 @@ def test_writer_and_sampler_built_apart_meet_through_the_storage():
     def tables():
         return EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 12})
 
-    sampler = EventTableSampler(tables(), eta={"default": 0.5, "a": 0.5}, min_size=1)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(60), writer=EventTableWriter(tables()), sampler=sampler, batch_size=8
-    )
+    eta = {"default": 0.5, "a": 0.5}
+    sampler = EventTableSampler(tables(), eta=eta, min_size=1)
+    rb = buffer_with(sampler, 60, writer=EventTableWriter(tables()), batch_size=8)
     rb.extend(scripted(50, seed=1))
     assert sampler.tables is rb.writer.tables
     assert (rb.sample()["table"] == 1).sum() == 4
     other = EventTables([EventSpec("a", ("next", "a"), 6)], {"a": 12})
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(60),
-        writer=EventTableWriter(tables()),
-        sampler=EventTableSampler(other, eta={"default": 0.5, "a": 0.5}),
-        batch_size=8,
-    )
+    rb = buffer_with(EventTableSampler(other, eta=eta), 60, writer=EventTableWriter(tables()), batch_size=8)
     with pytest.raises(ValueError, match="the buffer's writer has other tables"):
         rb.extend(scripted(10))
 
@@ -664,24 +658,6 @@ def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
     torch.testing.assert_close(
         added.probabilities(buffers[0].storage), extended.probabilities(buffers[1].storage), rtol=0, atol=0
     )
-
-
-@pytest.mark.parametrize("kind", [None, "proportional"])
-def test_a_storage_that_was_filled_before(kind):
-    source = TensorDictReplayBuffer(storage=LazyTensorStorage(60), batch_size=4)
-    source.extend(scripted(40, seed=1))
-    tables = EventTables([EventSpec("a", ("next", "a"), 5)], {"a": 12})
-    rb = TensorDictReplayBuffer(
-        storage=source.storage,
-        writer=EventTableWriter(tables),
-        sampler=EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1, priority=kind and {"kind": kind}),
-        batch_size=400,
-    )
-    assert len(rb.sample()["index"].unique()) > 30 and len(tables["default"]) == 40
-    rb.extend(scripted(10, seed=2, p_event=0))
-    batch = rb.sample()
-    assert 40 <= batch["index"].max() < 50 and batch["priority_weight"].isfinite().all()
-    torch.testing.assert_close(rb.sampler.probabilities(rb.storage).sum(), torch.tensor(1.0).double())
 
 
 @pytest.mark.parametrize("parts", [("storage", "writer", "sampler"), ("sampler", "storage", "writer")])
@@ -779,9 +755,7 @@ def test_what_pinned_tables_cannot_do(arguments):
 def test_what_does_not_fit_together():
     with pytest.raises(TypeError, match="tables must be EventTables"):
         EventTableSampler({"a": 3}, eta=ETA)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(40), sampler=EventTableSampler(tables_of(), eta=ETA), batch_size=4
-    )
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=EventTableSampler(tables_of(), eta=ETA))
     with pytest.raises(RuntimeError, match=r"pass writer=EventTableWriter\(tables\)"):
         rb.extend(scripted(10))
     rb = make(correction="conditional")

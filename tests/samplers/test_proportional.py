@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import Refuses, ReplayWithReference, probabilities
+from tests.samplers.experience import Refuses, probabilities
 from torchrl_replay_ext import Anneal, ProportionalSampler
 
 buffer_of = partial(data.buffer_of, ProportionalSampler)
@@ -112,31 +112,12 @@ def test_items_without_priority_are_never_drawn(stratified):
     assert (index != 63).all()
 
 
-def test_unwritten_slots_are_never_drawn():
-    buffer = buffer_of(1_000)
-    buffer.extend(items(3))
-    assert draw(buffer, 5_000).unique().tolist() == [0, 1, 2]
-    assert probabilities(buffer).shape == (3,)
-
-
 def test_one_item():
     buffer = buffer_of(1)
     buffer.extend(items(1))
     batch = buffer.sample(5)
     assert batch["index"].tolist() == [0] * 5
     assert batch["priority_weight"].tolist() == [1.0] * 5
-
-
-def test_two_dimensional_storage_is_indexed_by_time_and_environment():
-    buffer = buffer_of(12, ndim=2, eps=0.0, td_error="absolute", alpha=1.0)
-    observation = torch.arange(12.0).view(3, 4)  # [environment, time]
-    buffer.extend(TensorDict({"observation": observation}, [3, 4]))
-    index = torch.tensor([[time, env] for time in range(4) for env in range(3)])
-    buffer.update_priority(index, torch.tensor([float(env == 1 and time == 2) for time, env in index.tolist()]))
-    batch = buffer.sample(7)
-    assert batch["index"].shape == (7, 2)
-    assert batch["index"].tolist() == [[2, 1]] * 7
-    assert batch["observation"].tolist() == [observation[1, 2].item()] * 7
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 200])
@@ -169,24 +150,6 @@ def test_stratified_marginals():
 # --- importance weights
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("per", "two_dim"), ("reaper", "uneven")])
-@pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_weights(kind, layout, weight_norm, beta):
-    replay = ReplayWithReference(
-        kind, layout=layout, capacity=24, num_envs=3, alpha=0.6, beta=beta, weight_norm=weight_norm, seed=5
-    )
-    for _ in range(20):
-        replay.random_operation()
-        batch = replay.sample(9)
-        weight = batch["priority_weight"]
-        assert weight.dtype == torch.float32 and weight.shape == (9,)
-        expected = torch.tensor(replay.reference.weights(replay.slots(batch["index"])), dtype=torch.float32)
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-7)
-        assert beta or (weight == 1).all()
-        replay.update(batch)
-
-
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
 def test_weights_are_finite_for_extreme_td_errors(weight_norm):
     buffer = filled([0.0, 1e-12, 1e-4, 1e4], eps=1e-6, alpha=1.0, beta=1.0, weight_norm=weight_norm)
@@ -201,18 +164,6 @@ def test_items_that_cannot_be_drawn_do_not_normalise_the_weights():
 
 
 # --- alpha and beta
-
-
-def test_assigning_alpha_reweights_everything_stored():
-    buffer = filled([1.0, 2.0, 3.0], alpha=1.0)
-    buffer.sampler.alpha = 2.0
-    expected = torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64) / 14
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
-    buffer.sampler.alpha = 0.0
-    torch.testing.assert_close(probabilities(buffer), torch.full((3,), 1 / 3, dtype=torch.float64))
-    buffer.sampler.alpha = 1.0  # and nothing was lost on the way
-    expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / 6
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-5, atol=0.0)
 
 
 def test_linear_scheduler_on_beta():

@@ -7,11 +7,11 @@ import torch
 
 from tests import data
 from tests.chi_square import p_value
+from tests.operations import Driven
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import (
     INTERRUPTED,
     Refuses,
-    ReplayWithReference,
     Step,
     probabilities,
     transitions,
@@ -70,27 +70,6 @@ def test_the_first_update_of_an_episode_ends_the_waiting_of_all_its_transitions(
     assert_psi(buffer, [1 / 4, 2 * 3 / 4, 1.0])
 
 
-def test_a_transition_appended_after_the_update_waits_for_the_next_one():
-    buffer = buffer_of(8, **plain())
-    running = episode(0, 6, end=None)
-    buffer.extend(transitions(running[:2]))
-    buffer.update_priority(torch.tensor([0]), torch.tensor([2.0]))  # d = 2, 1
-    buffer.extend(transitions(running[2:4]))  # d = 2, 2 and waiting; their d is in F = 7
-    assert_psi(buffer, [2 * 2 / 7, 3 / 7, 2.0, 2.0])
-    buffer.update_priority(torch.tensor([1]), torch.tensor([1.0]))
-    assert_psi(buffer, [2 * 2 / 7, 3 / 7, 2 * 5 / 7, 2.0])
-
-
-@pytest.mark.parametrize("end", ["terminated", "truncated"])
-@pytest.mark.parametrize("truncated", ["finished", "ongoing"])
-def test_the_end_of_an_episode_ends_the_waiting(end, truncated):
-    buffer = buffer_of(8, **plain(truncated=truncated))
-    running = episode(0, 2, end=end)
-    buffer.extend(transitions(running[:1]))
-    buffer.extend(transitions(running[1:]))
-    assert_psi(buffer, [1 / 2, 1.0])
-
-
 # --- truncation
 
 
@@ -105,16 +84,6 @@ def test_truncated_episodes(truncated, expected):
 # --- trajectory ids
 
 
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-def test_an_abandoned_trajectory_stays_ongoing():
-    buffer = buffer_of(12, **plain())
-    buffer.extend(transitions(episode(3, 2, end=None)))
-    buffer.update_priority(torch.arange(2), torch.tensor([1.0, 1.0]))
-    buffer.extend(transitions(episode(0, 2)))  # a new collector
-    buffer.update_priority(torch.tensor([2, 3]), torch.tensor([3.0, 5.0]))
-    assert_psi(buffer, [1 / 8, 2 / 8, 3 * 3 / 8, 5.0])
-
-
 def test_a_two_dimensional_storage_may_round_its_size_up():
     buffer = buffer_of(10, ndim=2, **plain())
     buffer.extend(torch.stack([transitions(episode(env, 4)) for env in range(3)]))
@@ -125,62 +94,59 @@ def test_a_two_dimensional_storage_may_round_its_size_up():
 # --- against the naive reference
 
 
-@pytest.mark.parametrize(("layout", "num_envs"), [("single", 1), ("uneven", 5)])
-def test_large_buffers(layout, num_envs):
-    replay = ReplayWithReference("reaper", layout=layout, num_envs=num_envs, capacity=600, end_probability=0.02, seed=9)
+@pytest.mark.parametrize("num_envs", [1, 5])
+def test_large_buffers(num_envs):
+    used = Driven("reaper", 9, layout="uneven", num_envs=num_envs, capacity=600, end_probability=0.02)
     for _ in range(12):
         # more rows than slots, so that pages of positions are freed and used again
-        replay.extend(120)
-        replay.update_directly(100)
-        replay.update(replay.sample(64))
-    replay.check()
+        used.extend(120)
+        used.update_by_index(100)
+        used.sample(64)
+        used.update_all()
+    used.check()
 
 
 # --- reduction to PER
 
 
 def test_omega_0_is_proportional_prioritization():
-    reaper = ReplayWithReference("reaper", layout="uneven", num_envs=3, capacity=20, alpha=0.6, omega=0.0, seed=4)
-    per = data.buffer_of(ProportionalSampler, reaper.capacity, alpha=0.6)
-    written, updated = reaper.buffer.extend, reaper.buffer.update_priority
-
-    def extend(data):
-        per.extend(data.clone())
-        return written(data)
-
-    def update_priority(index, priority):
-        per.update_priority(index, priority)
-        return updated(index, priority)
-
-    reaper.buffer.extend, reaper.buffer.update_priority = extend, update_priority
-    for _ in range(30):
-        reaper.extend(3)
-        reaper.update_directly(5)
-        assert torch.equal(reaper.probabilities(), per.sampler.probabilities(per.storage))
+    options, first = {"alpha": 0.6, "compilable": False}, 0
+    reaper = buffer_of(20, omega=0.0, num_streams=3, **options)
+    per = data.buffer_of(ProportionalSampler, 20, **options)
+    for step in range(30):
+        rows = data.rows(3, first=first, ids=torch.arange(3) + 3 * (step // 4), done=range(3) if step % 4 == 3 else ())
+        index, error = torch.randint(min(first + 3, 20), (5,)), torch.rand(5)
+        for buffer in (reaper, per):
+            buffer.extend(rows.clone())
+            buffer.update_priority(index, error)
+        first += 3
+        assert torch.equal(probabilities(reaper), probabilities(per))
 
 
 # --- draws
 
 
-def filled_buffer(**options):
-    """64 transitions of finished, ongoing, new and overwritten episodes, none with a very small probability."""
-    options = {"alpha": 0.3, "omega": 0.6, **options}
-    replay = ReplayWithReference("reaper", capacity=64, num_envs=2, end_probability=0.15, seed=10, **options)
-    for _ in range(10):
-        replay.extend(30 // replay.num_envs)
-        replay.update_directly(60)
-    return replay
-
-
-@pytest.mark.parametrize("layout", ["single", "interleaved", "two_dim"])
+@pytest.mark.parametrize("layout", ["uneven", "time_major", "columns"])
 @pytest.mark.parametrize("batch_size", [1_000, 32])
 def test_draws_follow_the_probabilities_and_the_test_can_fail(layout, batch_size):
-    replay = filled_buffer(layout=layout)
-    index = [replay.slots(replay.buffer.sample(batch_size)["index"]) for _ in range(50_000 // batch_size)]
+    """Of finished, ongoing, new and overwritten episodes, none with a very small probability."""
+    used = Driven(
+        "reaper",
+        10,
+        layout=layout,
+        capacity=64,
+        num_envs=1 if layout == "uneven" else 2,
+        end_probability=0.15,
+        choices={"alpha": 0.3, "omega": 0.6, "td_error": "absolute"},
+    )
+    for _ in range(10):
+        used.extend(30 // used.setting.num_envs)
+        used.update_by_index(60)
+    index = [used.slots(used.buffer.sample(batch_size)["index"]) for _ in range(50_000 // batch_size)]
     index = torch.tensor(index).flatten()
-    assert p_value(index, replay.probabilities()) > 1e-4
-    replay.sampler.omega = 0.0
-    assert p_value(index, replay.probabilities()) < 1e-4
+    assert p_value(index, probabilities(used.buffer)) > 1e-4
+    used.sampler.omega = 0.0
+    assert p_value(index, probabilities(used.buffer)) < 1e-4
 
 
 @pytest.mark.parametrize(("omega", "length", "zeros"), [(0.6, 20, 10), (30.0, 100, 0), (400.0, 200, 0)])
@@ -221,18 +187,6 @@ def example(**options):
 def test_defaults():
     sampler = ReaPERSampler(8)
     assert [float(sampler.alpha), float(sampler.omega), float(sampler.beta)] == pytest.approx([0.4, 0.2, 0.4])
-
-
-def test_assigning_the_exponents_reweights_everything_stored():
-    buffer = example()
-    buffer.sampler.alpha = 2.0
-    assert_psi(buffer, [1 / 6, 4 / 2, 9.0])
-    buffer.sampler.omega = 0.5
-    assert_psi(buffer, [6**-0.5, 4 * 2**-0.5, 9.0])
-    buffer.sampler.alpha, buffer.sampler.omega = 1.0, 0.0
-    assert_psi(buffer, [1.0, 2.0, 3.0])
-    index = torch.cat([buffer.sample(1_000)["index"] for _ in range(20)])
-    assert p_value(index, probabilities(buffer)) > 1e-4
 
 
 def test_annealed_omega_holds_for_everything_stored():

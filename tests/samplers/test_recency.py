@@ -34,30 +34,6 @@ def assert_ages(buffer, newest_first, half_life=3.0):
     buffer.sampler.check_valid()
 
 
-@pytest.mark.parametrize("compilable", [False, True])
-@pytest.mark.parametrize("half_life", [0.2, 1, 3.5, 1e6])
-def test_probabilities_in_a_ring_that_fills_and_wraps(half_life, compilable):
-    buffer = buffer_of(half_life=half_life, compilable=compilable)
-    buffer.extend(rows(4))
-    assert_ages(buffer, [3, 2, 1, 0], half_life)
-    buffer.extend(rows(6))
-    assert_ages(buffer, range(9, -1, -1), half_life)
-    buffer.extend(rows(3))
-    assert_ages(buffer, [2, 1, 0, *range(9, 2, -1)], half_life)
-    buffer.extend(rows(14))
-    assert_ages(buffer, [*range(6, -1, -1), 9, 8, 7], half_life)
-
-
-@pytest.mark.parametrize("compilable", [False, True])
-def test_slots_of_one_step_are_ordered_by_number(compilable):
-    buffer = buffer_of(12, ndim=2, compilable=compilable)
-    buffer.extend(rows(3, 2))
-    assert_ages(buffer, [5, 4, 3, 2, 1, 0])
-    buffer.extend(rows(5, 2))
-    # 6 steps of 2 slots; steps 6 and 7 have replaced steps 0 and 1
-    assert_ages(buffer, [3, 2, 1, 0, *range(11, 3, -1)])
-
-
 @pytest.mark.parametrize("half_life", [2.0, math.inf])
 def test_a_slot_whose_write_was_not_announced_is_not_drawn_and_has_no_age(half_life):
     buffer = buffer_of(half_life=half_life, batch_size=2000)
@@ -139,20 +115,6 @@ def test_extreme_half_lives(half_life):
         assert p_value(batch["number"] // 100, torch.ones(10)) > LEVEL
     weight = batch["priority_weight"]
     assert bool((weight.isfinite() & (weight >= 0) & (weight <= 1)).all())
-
-
-def test_weights_undo_the_bias():
-    plain = buffer_of(half_life=3.0)
-    plain.extend(rows(13))
-    assert plain.sample()["priority_weight"].tolist() == [1.0] * 8
-    buffer = buffer_of(half_life=3.0, beta=0.7, batch_size=100)
-    buffer.extend(rows(13))
-    batch, probability = buffer.sample(), naive([2, 1, 0, *range(9, 2, -1)], 10)
-    expected = (10 * probability) ** -0.7
-    expected = (expected / expected.max())[batch["index"]].float()
-    torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-5, atol=0)
-    buffer.sampler.beta = 0.0
-    assert bool((buffer.sample()["priority_weight"] == 1).all())
 
 
 @pytest.mark.parametrize(

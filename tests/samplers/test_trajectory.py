@@ -1,21 +1,16 @@
-"""TrajectoryRetraceSampler against plain lists of transitions: its slices, padding, anchors, weights and state."""
+"""TrajectoryRetraceSampler by hand: its slices, padding, anchors, weights and state."""
 
 import copy
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.samplers.experience import INTERRUPTED, LAYOUTS, ReplayWithReference, assert_priorities, assert_same_state
+from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     DecoupledSampler,
     EventSpec,
@@ -26,208 +21,6 @@ from torchrl_replay_ext import (
     ReaPERSampler,
     TrajectoryRetraceSampler,
 )
-
-FLAT = ("interleaved", "env_major", "uneven")
-
-
-@contextmanager
-def refuses(buffer, error, match):
-    """Expect an error and an unchanged sampler."""
-    before = buffer.sampler.state_dict() if buffer.sampler.stats()["num_items"] else None
-    with pytest.raises(error, match=match):
-        yield
-    if before is None:
-        # the call may have set the shape of the storage
-        assert buffer.sampler.stats()["num_items"] == 0
-    else:
-        assert_same_state(buffer.sampler.state_dict(), before)
-
-
-class Slices(ReplayWithReference):
-    """A buffer of slices, with a plain-Python model: the reference of PER has the content of each slot."""
-
-    def __init__(self, layout, *, slice_len, pad=True, proportional=False, **arguments):
-        super().__init__("per", layout=layout, **arguments)
-        self.slice_len, self.pad, self.proportional = slice_len, pad, proportional
-        self.env_of: dict[int, int] = {}
-        step = self.environments.step
-
-        def remembered(env):
-            taken = step(env)
-            self.env_of[taken.episode] = env
-            return taken
-
-        self.environments.step = remembered
-        self.sampler = TrajectoryRetraceSampler(
-            self.capacity,
-            slice_len=slice_len,
-            num_streams=self.num_envs if layout in FLAT else 1,
-            behaviour_keys=("observation",),
-            pad=pad,
-            anchors=ProportionalSampler(self.capacity) if proportional else "uniform",
-        )
-        storage = LazyTensorStorage(self.capacity, ndim=2 if layout == "two_dim" else 1)
-        self.buffer = TensorDictReplayBuffer(storage=storage, sampler=self.sampler)
-
-    # --- what is stored, in order
-
-    def stored(self):
-        return sorted(self.reference.transitions.items(), key=lambda item: item[1].written)
-
-    def legal(self) -> dict[int, list[int]]:
-        """The slots of the slice that starts at each stored slot."""
-        episodes: dict[int, list[int]] = {}
-        for slot, transition in self.stored():
-            episodes.setdefault(transition.episode, []).append(slot)
-        return {
-            slot: slots[place : place + self.slice_len]
-            for slots in episodes.values()
-            for place, slot in enumerate(slots)
-        }
-
-    def starts(self) -> list[int]:
-        return [slot for slot, row in self.legal().items() if self.pad or len(row) == self.slice_len]
-
-    # --- operations
-
-    def sample(self, batch_size):
-        if not self.starts():
-            with pytest.raises(RuntimeError, match=rf"slice_len={self.slice_len}.*pad=True"):
-                self.buffer.sample(batch_size * self.slice_len)
-            return None
-        batch = super().sample(batch_size * self.slice_len)
-        self.check_rows(batch, batch_size)
-        return batch
-
-    def check_rows(self, batch, batch_size):
-        legal, starts = self.legal(), set(self.starts())
-        rows = torch.tensor(self.slots(batch["index"])).view(batch_size, self.slice_len).tolist()
-        flags = {
-            key: batch[key].view(batch_size, self.slice_len, -1).squeeze(-1).tolist()
-            for key in (("collector", "mask"), *(("next", name) for name in ("done", "terminated", "truncated")))
-        }
-        assert batch["next", "done"].shape == batch["next", "truncated"].shape == (len(batch), 1)
-        for number, slots in enumerate(rows):
-            mask, done, terminated, truncated = (values[number] for values in flags.values())
-            expected = legal[slots[0]]
-            assert slots[0] in starts
-            assert slots == expected + [expected[-1]] * (self.slice_len - len(expected))
-            assert mask == [place < len(expected) for place in range(self.slice_len)]
-            self.check_flags(slots, len(expected), {len(expected) - 1}, done, terminated, truncated)
-
-    def check_flags(self, slots, count, cuts, done, terminated, truncated):
-        """The flags of a row with ``count`` real steps; traces end at ``cuts``."""
-        for place, slot in enumerate(slots):
-            stored = self.reference.transitions[slot]
-            ended, cut = stored.terminated or stored.truncated, place in cuts or place >= count
-            assert done[place] == (ended or cut)
-            assert terminated[place] == stored.terminated
-            assert truncated[place] == (stored.truncated or (cut and not ended))
-
-    def update(self, batch):
-        if batch is None:
-            return
-        mask = batch["collector", "mask"]
-        # arbitrary values at padded rows
-        td_error = self.random_td_errors(len(batch))
-        batch["td_error"] = torch.where(mask, td_error, torch.nan) if self.rng.random() < 0.5 else td_error * 1.0
-        self.buffer.update_tensordict_priority(batch)
-        real = mask.nonzero().squeeze(1).tolist()
-        slots, stamps = self.slots(batch["index"]), batch["stamp"].tolist()
-        if self.proportional:
-            self.reference.update(
-                [slots[row] for row in real], [td_error[row].item() for row in real], [stamps[row] for row in real]
-            )
-
-    def update_directly(self, count):
-        if self.proportional:
-            super().update_directly(count)
-
-    def check(self):
-        expected = torch.tensor(self.reference.probabilities(), dtype=torch.float64)
-        if not self.proportional:
-            starts = self.starts()
-            expected = torch.zeros(len(self.buffer), dtype=torch.float64)
-            expected[torch.tensor(starts, dtype=torch.int64)] = 1 / max(len(starts), 1)
-        torch.testing.assert_close(self.probabilities(), expected, rtol=1e-4, atol=1e-9)
-        if self.reference.transitions:
-            if self.proportional:
-                self.update(self.sample(3))
-            else:
-                self.sample(3)
-            self.check_newest()
-
-    def check_newest(self):
-        batch = self.sampler.newest(self.buffer)
-        rows = torch.tensor(self.slots(batch["index"])).view(-1, self.slice_len).tolist()
-        lanes = self.num_envs
-        assert len(rows) == lanes
-        mask = batch["collector", "mask"].view(lanes, -1)
-        flags = [batch["next", name].view(lanes, -1).tolist() for name in ("done", "terminated", "truncated")]
-        legal, stored = self.legal(), self.reference.transitions
-        ends = set()
-        for number, slots in enumerate(rows):
-            count = int(mask[number].sum())
-            assert mask[number].tolist() == [place < count for place in range(self.slice_len)]
-            real = slots[:count]
-            written = [stored[slot].written for slot in real]
-            assert written == sorted(set(written))
-            assert slots[count:] == ([real[-1]] if real else slots[:1]) * (self.slice_len - count)
-            follows = [[*legal[a], None][1] == b for a, b in pairwise(real)]
-            if self.slice_len > 1:
-                cuts = {place for place, goes_on in enumerate([*follows, False]) if not goes_on}
-                self.check_flags(slots, count, cuts, *(values[number] for values in flags))
-            ends.update(real[-1:])
-            if self.layout not in FLAT:
-                ours = [s for s, t in self.stored() if self.layout != "two_dim" or self.env_of[t.episode] == number]
-                assert real == ours[-self.slice_len :]
-        # each unfinished episode is in one of them
-        newest = {transition.episode: slot for slot, transition in self.stored()}
-        going_on = {step.episode for step in self.environments.open.values()}
-        assert {slot for episode, slot in newest.items() if episode in going_on} <= ends
-
-
-def assert_same_when_restored(buffer):
-    """The starts are the same after loading a state, which recomputes derived state."""
-    buffer.sampler.check_valid()
-    restored = copy.deepcopy(buffer)
-    restored.sampler.load_state_dict(buffer.sampler.state_dict())
-    restored.sampler.check_valid()
-    first, second = (each.sampler.probabilities(each.storage) for each in (buffer, restored))
-    assert torch.equal(first, second)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    layout=st.sampled_from(LAYOUTS),
-    slice_len=st.integers(1, 6),
-    # anchors with priorities need padding
-    pad=st.sampled_from([True, False, "proportional"]),
-    capacity=st.integers(1, 14),
-    num_envs=st.integers(1, 4),
-    end_probability=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    seed=st.integers(0, 2**16),
-    operations=st.integers(0, 20),
-)
-def test_any_sequence(layout, slice_len, pad, capacity, num_envs, end_probability, seed, operations):
-    replay = Slices(
-        layout,
-        slice_len=slice_len,
-        pad=bool(pad),
-        proportional=pad == "proportional",
-        capacity=capacity,
-        num_envs=num_envs,
-        seed=seed,
-        end_probability=end_probability,
-    )
-    for number in range(operations):
-        replay.random_operation()
-        if replay.reference.transitions and number % 3 == 0:
-            replay.check()
-    if replay.reference.transitions:
-        replay.check()
-        assert_same_when_restored(replay.buffer)
-
 
 # --- by hand
 
@@ -329,40 +122,12 @@ def proportional(**arguments):
     return ProportionalSampler(20, alpha=1.0, eps=0.0, td_error="absolute", **arguments)
 
 
-@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
-def test_weights_belong_to_the_slice(make):
-    buffer = make(anchors=proportional(beta=1.0))
-    buffer.extend(rows(20, done=[9]))
-    buffer.update_priority(torch.arange(20), torch.arange(1.0, 21.0))
-    batch = buffer.sample().reshape(-1, 4)
-    weight = batch["priority_weight"]
-    assert weight.dtype == torch.float32
-    # the smallest priority of the buffer is 1
-    torch.testing.assert_close(weight, (1.0 / (batch["index"][:, :1] + 1)).expand(-1, 4))
-
-
 def buffer_with_short_episodes(make=buffer_of):
     """A buffer whose batches have padded rows."""
     torch.manual_seed(0)
     buffer = make(anchors=proportional(), slices=8)
     buffer.extend(rows(12, done=[2, 6]))
     return buffer
-
-
-@pytest.mark.parametrize("make", [buffer_of, partial(buffer_of, compilable=True)])
-def test_padded_rows_change_nothing(make):
-    buffer = buffer_with_short_episodes(make)
-    priority = torch.ones(12)
-    for number in range(10):
-        batch = buffer.sample()
-        mask = batch["collector", "mask"]
-        assert not mask.all()
-        batch["td_error"] = torch.where(mask, 1.0 + batch["index"] + number, torch.nan if number % 2 else 1e6)
-        buffer.update_tensordict_priority(batch)
-        priority[batch["index"][mask]] = 1.0 + batch["index"][mask] + number
-        assert_priorities(buffer, priority)
-    assert buffer.sampler.stats()["max_priority"] == 21
-    assert buffer.sampler.stats()["dropped_updates"] == buffer.sampler.stats()["rejected_updates"] == 0
 
 
 @pytest.mark.parametrize("step", [slice(None), 3], ids=["all steps", "one step"])
@@ -547,7 +312,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
     buffer.extend(rows(20, done=[9]))
     for donor in (buffer_of(), buffer_of(slice_len=3, anchors=proportional()), buffer_of(anchors=RankBasedSampler(20))):
         donor.extend(rows(20))
-        with refuses(buffer, ValueError, "load_state_dict"):
+        with Refuses(buffer, ValueError, "load_state_dict"):
             buffer.sampler.load_state_dict(donor.sampler.state_dict())
     # the state of a sampler with padding fits one without
     donor, restored = buffer_of(), buffer_of(pad=False)
@@ -614,14 +379,14 @@ def test_pinned_tables_are_refused():
 def test_batches_hold_whole_slices(batch_size):
     buffer = buffer_of()
     buffer.extend(rows(10))
-    with refuses(buffer, ValueError, rf"batch_size={batch_size}.*multiple of slice_len=4"):
+    with Refuses(buffer, ValueError, rf"batch_size={batch_size}.*multiple of slice_len=4"):
         buffer.sampler.sample(buffer.storage, batch_size)
 
 
 def test_no_slice_is_long_enough():
     buffer = buffer_of(pad=False)
     buffer.extend(rows(9, done=[2, 5]))
-    with refuses(buffer, RuntimeError, r"slice_len=4, pad=False.*smaller slice_len=, or pad=True"):
+    with Refuses(buffer, RuntimeError, r"slice_len=4, pad=False.*smaller slice_len=, or pad=True"):
         buffer.sample()
     buffer.extend(rows(1, first=9))
     assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4
@@ -641,13 +406,13 @@ def test_missing_entries_are_named(missing, anchors):
         missing, rf"{missing[1]}.*(environment|collector).*(done_key|traj_key)="
     )
     buffer = make()
-    with refuses(buffer, KeyError, message):
+    with Refuses(buffer, KeyError, message):
         buffer.extend(data)
     # already in the storage when the sampler was attached
     filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
     filled.extend(data)
     filled.set_sampler(make().sampler)
-    with refuses(filled, KeyError, message):
+    with Refuses(filled, KeyError, message):
         filled.sample()
 
 

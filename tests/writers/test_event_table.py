@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
-from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, TensorDictRoundRobinWriter
 
 from tests.events import NaiveTables, scripted
+from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,
@@ -37,12 +37,9 @@ def make(specs, capacity, size=None, *, ndim=1, sampler=None, **writer):
         size, tables = sum(capacity.values()), EventTables(events, capacity, retention="pinned")
     else:
         tables = EventTables(events, capacity)
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(size, ndim=ndim),
-        writer=EventTableWriter(tables, **writer),
-        sampler=RandomSampler() if sampler is None else sampler(tables),
-        batch_size=4,
-    )
+    rb = buffer(tables, size, ndim, **writer)
+    if sampler is not None:
+        rb.set_sampler(sampler(tables))
     return rb, tables
 
 
@@ -97,24 +94,6 @@ def test_tables_hold_what_the_algorithm_says_however_the_data_is_cut(layout, chu
     check(rb, tables, naive)
 
 
-def test_two_columns_in_a_storage_of_two_dimensions():
-    specs, capacity, _ = LAYOUTS["shared"]
-    rb, tables = make(specs, capacity, 30, ndim=2)
-    naive = NaiveTables(specs, capacity, 30)
-    data = scripted(240, streams=1, seed=3)
-    # [E, T]: each row of the second half is another environment
-    data = torch.stack([data[:120], data[120:]])
-    data["collector", "traj_ids"][1] += 1000
-    for first in range(0, 120, 8):
-        part = data[:, first : first + 8]
-        rb.extend(part.clone())
-        for step in range(8):
-            write_naive(naive, part[:, step])
-        written = data["number"].T.reshape(-1)
-        for name, expected in naive.tables.items():
-            assert contents(rb, tables, name) == [int(written[number]) for number in expected]
-
-
 def test_environment_ids_as_streams_and_single_rows():
     specs, capacity, size = LAYOUTS["each"]
     rb, tables = make(specs, capacity, size, stream_key="env")
@@ -142,7 +121,7 @@ def test_thresholds_and_functions():
         EventSpec("low", lambda td: td["next", "reward"].squeeze(-1) < 0.2, 1),
     ]
     tables = EventTables(specs, {"high": 50, "low": 50})
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), writer=EventTableWriter(tables), batch_size=4)
+    rb = buffer(tables, 100)
     data = scripted(60, p_done=0)
     rb.extend(data)
     reward = data["next", "reward"].squeeze(-1)
@@ -160,7 +139,7 @@ def returned_for_three(data):
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
     tables = EventTables([EventSpec("back", returned_for_three, 5, context=3)], {"back": 200})
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(300), writer=EventTableWriter(tables), batch_size=4)
+    rb = buffer(tables, 300)
     data = scripted(200, streams=2, p_done=0.1, seed=4)
     for first in range(0, 200, chunk):
         rb.extend(data[first : first + chunk].clone())
@@ -248,21 +227,15 @@ def test_rows_that_do_not_fit_are_refused_by_name_and_change_nothing(retention, 
         bad = data[first : first + 20].clone()
         change(bad)
         if first:
-            before = rb.writer.state_dict(), rb.write_count, len(rb)
+            before = copy.deepcopy(rb.writer.state_dict()), rb.write_count, len(rb)
             with pytest.raises(error, match=message):
                 rb.extend(bad)
-            after = rb.writer.state_dict(), rb.write_count, len(rb)
-            assert_equal_states(before, after)
+            assert_same_state(rb.writer.state_dict(), before[0])
+            assert (rb.write_count, len(rb)) == before[1:]
         rb.extend(rows)
         write_naive(naive, data[first : first + 20])
         check(rb, tables, naive)
     rb.sampler.check_valid()
-
-
-def assert_equal_states(before, after):
-    leaves = [tree_leaves(state) for state in (before, after)]
-    for first, second in zip(*leaves, strict=True):
-        assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
 def test_a_write_that_fails_in_the_storage_leaves_pinned_tables_whole(monkeypatch):
@@ -311,11 +284,14 @@ def test_a_storage_that_was_filled_before():
     data["next", "a"][[70, 95]] = True
     source.extend(data[:30].clone())
     tables = EventTables([SPEC], {"a": 12})
-    rb = buffer(tables, 40, storage=source.storage)
+    rb = buffer(tables, 40, storage=source.storage, sampled=True)
+    assert {number for _ in range(100) for number in rb.sample()["number"].tolist()} == {*range(30)}
     # writes go on after the stored rows
     for first, last, size in ((30, 33, 33), (33, 60, 40), (60, 100, 40)):
         rb.extend(data[first:last].clone())
         assert len(tables["default"]) == size
+        assert rb.sample()["number"].max() < last
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage).sum(), torch.tensor(1.0).double())
     assert contents(rb, tables, "a") == [66, 67, 68, 69, 70, 91, 92, 93, 94, 95]
     pinned = EventTables([SPEC], {"a": 12, "default": 20}, retention="pinned")
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
@@ -425,7 +401,7 @@ def wrong(change):
 def test_bad_data_changes_nothing(condition, change, error, message, retention):
     capacity = {"a": 10} if retention == "ring" else {"a": 10, "default": 30}
     tables = EventTables([EventSpec("a", condition, 3)], capacity, retention=retention)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), writer=EventTableWriter(tables), batch_size=4)
+    rb = buffer(tables, 40)
     bad = wrong(change)
     with pytest.raises(error, match=message):
         rb.extend(bad)
@@ -447,12 +423,11 @@ def test_a_function_that_cannot_be_sent_is_named():
         pickle.dumps(tables)
 
 
-def buffer(tables, size, ndim=1, storage=None, sampled=False):
+def buffer(tables, size, ndim=1, storage=None, sampled=False, **writer):
     storage = LazyTensorStorage(size, ndim=ndim) if storage is None else storage
-    arguments = {}
-    if sampled:
-        arguments["sampler"] = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1)
-    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4, **arguments)
+    sampler = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1) if sampled else None
+    writer = EventTableWriter(tables, **writer)
+    return TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=4)
 
 
 def test_storages_that_do_not_fit():

@@ -185,7 +185,7 @@ rows_drawn = Kernel(
     + _DRAWS
     + "Tensor(c!) weight, Tensor(d!) stamp",
 )
-# the parts of a PowerTree
+# a tree of d^alpha, see Distribution.power_parts
 _POWER = "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
 rows_record = Kernel(
     "rows.record",
