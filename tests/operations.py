@@ -600,8 +600,8 @@ class Driven:
         """Update the priorities of drawn rows."""
         real = batch.real
         if not self.setting.compilable:
-            # padded rows are known in a whole batch only, and not if a sample of the storage has stamps
-            known = [mask for slots, mask in self.padded if slots == batch.slots and not self.frames_once]
+            # padded rows are known in a whole batch only
+            known = [mask for slots, mask in self.padded if slots == batch.slots]
             real = known[-1] if known else [True] * len(batch)
         errors = self.td_errors(len(batch))
         batch.data["td_error"] = torch.where(torch.tensor(real), errors, math.nan)

@@ -93,6 +93,8 @@ class Damaged(Driven):
 
     # the default
     on_load = "truncate"
+    # the model of event tables does not end the episodes that a load ends
+    OPERATIONS = tuple(operation for operation in Driven.OPERATIONS if operation[1] != "go_on_with_a_copy")
     # key of the damaged entry
     damaged = ""
 

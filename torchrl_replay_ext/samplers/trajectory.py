@@ -286,11 +286,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             if self.starts_sampler.layout.for_graphs:
                 # a stamp that no write has
                 info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
-            elif not is_traced():
+            if not is_traced():
+                # TorchRL's own buffers hand no stamps back
                 state.updates.remember_padding(slots, mask)
-            # an update with the batch of newest() is not expected
-            if drawn is not None and not is_traced():
-                state.log.count_draw(torch.where(mask, slots, -1))
+                # an update with the batch of newest() is not expected
+                if drawn is not None:
+                    state.log.count_draw(torch.where(mask, slots, -1))
         return unravel(slots, self.starts_sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
