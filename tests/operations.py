@@ -168,8 +168,10 @@ def decoupled(own: Setting, rng: random.Random) -> dict[str, Any]:
     return parts | {"sampler": DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, **arguments)}
 
 
-def slices(anchors: Callable[..., Any] | None, own: Setting, rng: random.Random, *, pad: bool = True) -> dict[str, Any]:
-    uniform = {"sampler": "uniform", "reference": partial(NaiveSlices, pad=pad, length=own.slice_len)}
+def slices(
+    anchors: Callable[..., Any] | None, own: Setting, rng: random.Random, *, pad: bool = True, starts: Any = "any"
+) -> dict[str, Any]:
+    uniform = {"sampler": "uniform", "reference": partial(NaiveSlices, pad=pad, length=own.slice_len, starts=starts)}
     parts = uniform if anchors is None else anchors(own, rng)
     sampler = TrajectoryRetraceSampler(
         own.capacity,
@@ -179,6 +181,7 @@ def slices(anchors: Callable[..., Any] | None, own: Setting, rng: random.Random,
         on_load=own.on_load,
         anchors=parts["sampler"],
         pad=pad,
+        starts=starts,
         validate=own.validate and anchors is None,
     )
     return {"sampler": sampler, "reference": parts["reference"]}
@@ -201,6 +204,8 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "decoupled": decoupled,
     "slices": partial(slices, None),
     "slices, unpadded": partial(slices, None, pad=False),
+    "slices, whole": partial(slices, None, starts="episode"),
+    "slices, whole, unpadded": partial(slices, None, pad=False, starts="episode"),
     "slices, proportional": partial(slices, proportional),
     "slices, reaper": partial(slices, reaper),
     "frames": proportional,
@@ -572,6 +577,12 @@ class Driven:
             ends.update(real[-1:])
         open_episodes = {step.episode for step in self.environments.open.values()}
         assert {slots[-1] for episode, slots in episodes.items() if episode in open_episodes} <= ends
+        slot = self.rng.choice(order)
+        whole = next(slots for slots in episodes.values() if slot in slots)
+        found = self.sampler.episode(self.buffer.storage, slot if is_flat else (slot // num_envs, slot % num_envs))
+        assert self.slots(found["index"]) == whole
+        numbers = self.buffer.storage[:]["number"].reshape(-1)
+        assert found["number"].reshape(-1).tolist() == numbers[torch.tensor(whole)].tolist()
 
     # --- updating
 

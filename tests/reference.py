@@ -194,17 +194,37 @@ class NaiveRecency(NaiveReplay):
 
 
 class NaiveSlices(NaiveReplay):
-    """All starts of slices have the same probability."""
+    """All starts of slices have the same probability; with ``starts="episode"``, the first steps of episodes."""
 
-    def __init__(self, *, pad, length):
+    def __init__(self, *, pad, length, starts="any"):
         super().__init__()
-        self.pad, self.length = pad, length
+        self.pad, self.length, self.starts = pad, length, starts
+        # the number of the write of the first step that the buffer got, by episode; and of the next rows that it does
+        # not get, because later rows of the same call overwrite them
+        self.first: dict[Hashable, int] = {}
+        self.dropped = 0
+
+    def remove(self, slots: Sequence[int]) -> None:
+        super().remove(slots)
+        self.dropped = len(slots) - len(set(slots))
+        if self.dropped:
+            self.first.clear()
+
+    def write(self, slot: int, episode: Hashable = None, *ends) -> None:
+        if self.dropped:
+            self.dropped -= 1
+        else:
+            self.first.setdefault(episode, self.writes)
+        super().write(slot, episode, *ends)
 
     def criterion(self) -> dict[int, float]:
         shortest = 1 if self.pad else self.length
         criterion = dict.fromkeys(self.transitions, 0.0)
-        for slots in self.episodes().values():
-            criterion |= dict.fromkeys(slots[: max(len(slots) + 1 - shortest, 0)], 1.0)
+        for episode, slots in self.episodes().items():
+            begins = slots[: max(len(slots) + 1 - shortest, 0)]
+            if self.starts == "episode":
+                begins = [slot for slot in begins if self.transitions[slot].written == self.first[episode]]
+            criterion |= dict.fromkeys(begins, 1.0)
         return criterion
 
 

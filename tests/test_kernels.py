@@ -401,19 +401,20 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     assert int(other.lanes.interrupted) > 0
 
 
-def some_slices(size, lanes, *, assigned, padded):
-    log = WriteLog(Layout((size,) if assigned else (size // lanes, lanes), size, torch.device("cpu")))
+def some_slices(size, lanes, *, assigned, padded, starts="any"):
+    log = WriteLog(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
     reader = EpisodeReader(done_key="done", traj_key="trajectory", init_key="initial")
     arguments = {"num_streams": lanes, "reader": reader, "behaviour_keys": (), "on_load": "continue"}
-    return SliceStarts(log, slice_len=4, pad=padded, **arguments)
+    return SliceStarts(log, slice_len=4, pad=padded, starts=starts, **arguments)
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("starts", ["any", "episode"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
-def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded):
+def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded, starts):
     size = 42 if assigned else 18 * lanes
-    index = some_slices(size, lanes, assigned=assigned, padded=padded)
+    index = some_slices(size, lanes, assigned=assigned, padded=padded, starts=starts)
     other = copy.deepcopy(index)
     for number, (slots, marks, _) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
         other._log.generation[slots] = number

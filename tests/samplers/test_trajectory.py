@@ -361,11 +361,39 @@ def test_attached_to_what_is_there(tmp_path):
         ({"anchors": "per"}, "anchors must be 'uniform' or a prioritized sampler"),
         ({"anchors": RandomSampler()}, "anchors must be 'uniform' or a prioritized sampler"),
         ({"anchors": ProportionalSampler(5), "pad": False}, "pad=False.*use pad=True, or anchors='uniform'"),
+        ({"anchors": ProportionalSampler(5), "starts": "episode"}, "starts='episode'.*use anchors='uniform'"),
+        ({"starts": "first"}, "starts must be 'any' or 'episode'"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         TrajectoryRetraceSampler(**{"capacity": 5, "slice_len": 2, **arguments})
+
+
+def test_an_episode_is_read_in_order():
+    buffer = buffer_of(8, starts="episode")
+    buffer.extend(rows(8, done=[2, 6]))  # 0 1 2 | 3 4 5 6 | 7
+    buffer.extend(rows(1, number=[8]))
+    episodes = [buffer.sampler.episode(buffer.storage, index)["number"].tolist() for index in (2, torch.tensor([5]), 0)]
+    assert episodes == [[1, 2], [3, 4, 5, 6], [7, 8]]
+    # the first step of the oldest episode is gone
+    assert slices_by_start(buffer, "number") == {3: [3, 4, 5, 6], 7: [7, 8, 8, 8]}
+
+
+@pytest.mark.parametrize("index", [7, torch.tensor([0, 1]), 20])
+def test_only_episodes_of_stored_transitions_can_be_read(index):
+    buffer = buffer_of()
+    buffer.extend(rows(7))
+    with pytest.raises(IndexError, match=r"episode\(index=|out of range"):
+        buffer.sampler.episode(buffer.storage, index)
+
+
+def test_without_a_first_step_no_slice_can_begin():
+    buffer = buffer_of(8, starts="episode")
+    buffer.extend(rows(8))
+    buffer.extend(rows(1))
+    with pytest.raises(RuntimeError, match="no first step of such an episode is stored; use a larger buffer"):
+        buffer.sample()
 
 
 def test_pinned_tables_are_refused():
@@ -386,7 +414,7 @@ def test_batches_hold_whole_slices(batch_size):
 def test_no_slice_is_long_enough():
     buffer = buffer_of(pad=False)
     buffer.extend(rows(9, done=[2, 5]))
-    with Refuses(buffer, RuntimeError, r"slice_len=4, pad=False.*smaller slice_len=, or pad=True"):
+    with Refuses(buffer, RuntimeError, r"pad=False, no stored episode has 4 .*smaller slice_len=, or pad=True"):
         buffer.sample()
     buffer.extend(rows(1, first=9))
     assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4

@@ -238,7 +238,7 @@ episodes_update = Kernel("episodes.update", "Tensor slots, Tensor d, Tensor numb
 slices_write = Kernel(
     "slices.write",
     _ASSIGNED + "bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, Tensor(d!) rows, "
-    "Tensor(e!) run, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, int capacity",
+    "Tensor(e!) run, Tensor(h!) firsts, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, int capacity",
 )
 slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leaves, Tensor(a!) slots, Tensor(b!) mask")
 

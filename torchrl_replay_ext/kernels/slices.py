@@ -8,19 +8,25 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.lanes import assign
-from torchrl_replay_ext.kernels.loop import loop
+from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.tree import put
+
+
+@part
+def _may_begin(slot, firsts):
+    return firsts.shape[0] == 0 or firsts[min(slot, firsts.shape[0] - 1)]
 
 
 @loop
 def write(
     lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
-    is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity,
+    is_padded, time, following, recent, rows, run, firsts, leaves, nodes, pages, capacity,
 ):  # fmt: skip
     """Write new transitions to ``slots`` [n], in order.
 
     The arguments up to ``strictness`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. If ``is_padded``,
-    slices may begin at each transition.
+    slices may be shorter than the columns of ``recent``. They may begin at the transitions that ``firsts`` marks as the
+    first ones of their episodes, or at all if it is empty.
     """
     lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
@@ -40,10 +46,13 @@ def write(
         recent[lane, rows[lane] % length] = time[0]
         rows[lane] += 1
         run[lane] = 1 if begins[row] else run[lane] + 1
-        put(leaves, nodes, pages, capacity, slot, 1 if is_padded else 0)
-        first = recent[lane, rows[lane] % length]
-        if not is_padded and run[lane] >= length and time[0] - first < size:
-            put(leaves, nodes, pages, capacity, min(first % size, capacity - 1), 1)
+        if firsts.shape[0] > 0:
+            firsts[slot] = begins[row]
+        put(leaves, nodes, pages, capacity, slot, 1 if is_padded and _may_begin(slot, firsts) else 0)
+        oldest = recent[lane, rows[lane] % length]
+        if not is_padded and run[lane] >= length and time[0] - oldest < size:
+            start = min(oldest % size, capacity - 1)
+            put(leaves, nodes, pages, capacity, start, 1 if _may_begin(start, firsts) else 0)
         if ended[row]:
             run[lane] = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -19,6 +20,8 @@ from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 
+# where slices begin: at any transition, or at the first ones of episodes
+Starts = Literal["any", "episode"]
 # the class that errors name
 OWNER = "TrajectoryRetraceSampler"
 BEHAVIOUR = (
@@ -44,7 +47,8 @@ class SliceStarts(Distribution):
         num_streams: number of environments whose transitions are interleaved in flat storage.
         reader: reads the ends of episodes.
         behaviour_keys: entries that rows must have.
-        pad: if True, slices may begin at any transition; if False, only where ``slice_len`` steps are stored.
+        pad: if True, slices may be shorter than ``slice_len``.
+        starts: "any", or "episode": slices begin at the first transitions of episodes.
         on_load: what becomes of unfinished episodes when a state is loaded.
     """
 
@@ -63,6 +67,7 @@ class SliceStarts(Distribution):
         reader: EpisodeReader,
         behaviour_keys: Sequence[NestedKey],
         pad: bool,
+        starts: Starts,
         on_load: OnLoad,
     ):
         self._log, self._reader, self._behaviour_keys, self._on_load = log, reader, behaviour_keys, on_load
@@ -81,9 +86,11 @@ class SliceStarts(Distribution):
         self._time, self._recent = full(1, value=-1), full(num_lanes, slice_len, value=_NEVER)
         # per lane: its number of rows, and the number of steps of its unfinished episode
         self._rows, self._run = full(num_lanes), full(num_lanes)
+        # True for the first transition of each episode; empty if slices may begin anywhere
+        self._firsts = torch.zeros(size if starts == "episode" else 0, dtype=torch.bool, device=self._device)
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=self._device)
-        state = self._time, self._next, self._recent, self._rows, self._run
+        state = self._time, self._next, self._recent, self._rows, self._run, self._firsts
         self._views = Views(*state, self.starts.leaves, self.starts.nodes, self.starts.pages, size)
 
     # --- writes
@@ -123,7 +130,7 @@ class SliceStarts(Distribution):
 
     def _find_starts(self, stored: Tensor) -> Tensor:
         """1 where slices may begin, else 0, int64 [size]. ``stored``: bool [size], the slot holds a transition."""
-        begins = stored.clone()
+        begins = stored & self._firsts if len(self._firsts) else stored.clone()
         slots = torch.arange(self._size, device=self._device)
         for _ in range(0 if self._pad else self._slice_len - 1):
             following = gather_in_bounds(self._next, slots).to(torch.int64)
@@ -138,8 +145,9 @@ class SliceStarts(Distribution):
             raise_if(
                 lambda: self.starts.total() == 0,
                 lambda: RuntimeError(
-                    f"{OWNER}(slice_len={self._slice_len}, pad=False): no stored episode has {self._slice_len} "
-                    "consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or pad=True."
+                    f"{OWNER}(slice_len={self._slice_len}): no slice can begin. With pad=False, no stored episode has "
+                    f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
+                    "pad=True. With starts='episode', no first step of such an episode is stored; use a larger buffer."
                 ),
                 # on an accelerator only until there is a start for the first time
                 skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
@@ -170,6 +178,19 @@ class SliceStarts(Distribution):
         slices_walk(starts.contiguous(), self._next, self.starts.leaves, slots, mask)
         return slots, mask
 
+    def episode(self, slot: int) -> Tensor:
+        """The slots of the stored transitions of an episode, int64 [n], in time order; ``slot``: one of them. O(N)."""
+        following, before = self._next.tolist(), [*range(self._size)]
+        for each, successor in enumerate(following):
+            if successor != each:
+                before[successor] = each
+        while before[slot] != slot:
+            slot = before[slot]
+        slots = [slot]
+        while following[slots[-1]] != slots[-1]:
+            slots.append(following[slots[-1]])
+        return torch.tensor(slots, device=self._device)
+
     def newest(self) -> tuple[Tensor, Tensor]:
         """The newest transitions of each lane in time order, across episodes.
 
@@ -193,7 +214,7 @@ class SliceStarts(Distribution):
         self._next.copy_(torch.arange(self._size, device=self._device))
         self._time.fill_(-1)
         self._recent.fill_(_NEVER)
-        for counter in (self._rows, self._run):
+        for counter in (self._rows, self._run, self._firsts):
             counter.zero_()
         self.starts.clear_()
         self.lanes.clear_()
@@ -202,6 +223,8 @@ class SliceStarts(Distribution):
     def tensors(self) -> dict[str, Tensor]:
         lanes = {"recent": self._recent, "rows": self._rows, "run": self._run, **self.lanes.tensors()}
         tensors = {"next": self._next, "time": self._time, **lanes}
+        if len(self._firsts):
+            tensors["firsts"] = self._firsts
         return {f"slices_{name}": tensor for name, tensor in tensors.items()}
 
     def rebuild(self) -> None:

@@ -25,7 +25,7 @@ from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
-from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts
+from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts, Starts
 from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
@@ -92,6 +92,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
+        starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
+            of each episode, all equally likely, for recurrent networks that learn from the first step on. Requires
+            ``anchors="uniform"``.
         on_load: what becomes of unfinished episodes when a state is loaded, ``"truncate"`` (default) or ``"continue"``;
             see :class:`~torchrl_replay_ext.ReaPERSampler`.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
@@ -104,8 +107,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             trajectories than ``num_streams`` go on in turn. At a draw, if ``batch_size`` is not a multiple of
             ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
         KeyError: at a write, if a required entry is missing.
-        RuntimeError: at a draw, if the buffer is empty, or with ``pad=False`` if no slice is long enough. In a graph
-            the mask is False instead.
+        RuntimeError: at a draw, if the buffer is empty or no slice can begin. In a graph the mask is False instead.
 
     Warns:
         UserWarning: at a write, once, if a trajectory is interrupted without an end.
@@ -141,12 +143,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         pad: bool = True,
         anchors: Literal["uniform"] | DistributionSampler = "uniform",
         init_key: NestedKey = "is_init",
+        starts: Starts = "any",
         on_load: OnLoad = "truncate",
         validate: bool = False,
     ):
         for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
             require_integer(OWNER, name, value)
         require_bool(OWNER, "pad", pad)
+        require_choice(OWNER, "starts", starts, get_args(Starts))
         require_choice(OWNER, "on_load", on_load, get_args(OnLoad))
         require_nested_keys(OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
         if not isinstance(behaviour_keys, (str, Sequence)):
@@ -177,6 +181,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 )
             if validate:
                 raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
+            if starts == "episode":
+                raise ValueError(
+                    f"{OWNER}(starts='episode'): anchors draw starts from all transitions; use anchors='uniform'."
+                )
             if not pad:
                 raise ValueError(
                     f"{OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
@@ -192,6 +200,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
             behaviour_keys=names,
             pad=pad,
+            starts=starts,
             on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
@@ -329,6 +338,29 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if self._is_prioritized:
             info["priority_weight"] = torch.ones(slots.numel(), device=slots.device)
         return index, info
+
+    def episode(self, storage: Storage, index: int | Tensor | tuple) -> TensorDictBase:
+        """The stored transitions of one episode, in time order. O(N).
+
+        Args:
+            storage: the storage of the buffer, ``rb.storage``.
+            index: the index of one of its transitions, such as a row of ``batch["index"]``.
+
+        Returns:
+            The stored entries and ``"index"``, [n]. The beginning of the episode may have been overwritten.
+
+        Raises:
+            IndexError: if the slot is empty or out of range.
+        """
+        sampler = self.starts_sampler
+        with _torchrl.exclusive(storage):
+            sampler.synchronize(storage)
+            slot = sampler.flat_slots(index).reshape(-1)
+            if slot.numel() != 1 or not bool(sampler.state.generation(slot) > 0):
+                raise IndexError(f"{OWNER}.episode(index={index}): pass the index of one stored transition.")
+            found: Any = unravel(self._starts.episode(int(slot)), sampler.layout.shape)
+            rows = storage.get(found).clone()
+        return rows.set("index", torch.stack(found, -1) if isinstance(found, tuple) else found)
 
     # --- inspection and state
 

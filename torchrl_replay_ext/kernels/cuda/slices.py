@@ -16,7 +16,7 @@ _ROWS = 64
 
 @jit
 def _write(
-    slots, lane_of, begins, ended, count, time, following, recent, num_lanes, length, rows, run, tree, size,
+    slots, lane_of, begins, ended, count, time, following, recent, num_lanes, length, rows, run, firsts, tree, size,
     is_padded: tl.constexpr,
 ):  # fmt: skip
     now = tl.load(time)
@@ -36,11 +36,16 @@ def _write(
             tl.store(recent_of + written % length, now)
             tl.store(rows + lane, written + 1)
             tl.store(run + lane, tl.where(tl.load(ended + row) != 0, 0, steps))
-            put(tree, slot, 1 if is_padded else 0)
+            if firsts is not None:
+                tl.store(firsts + slot, is_new)
+            mass = tl.full([], 1 if is_padded else 0, tl.int64)
+            put(tree, slot, mass if firsts is None else mass * is_new.to(tl.int64))
             tl.debug_barrier()
             if not is_padded:
-                first = tl.load(recent_of + (written + 1) % length)
-                put(tree, _modulo(first, size), 1, (steps >= length) & (now - first < size))
+                oldest = tl.load(recent_of + (written + 1) % length)
+                start = _modulo(oldest, size)
+                one = tl.full([], 1, tl.int64) if firsts is None else tl.load(firsts + start).to(tl.int64)
+                put(tree, start, one, (steps >= length) & (now - oldest < size))
     tl.store(time, now)
 
 
@@ -67,9 +72,9 @@ def _walk(start, following, leaves, slots, mask, size, length, count, num_rows: 
 def write(*arguments: Any) -> None:
     """See the loop of the same name."""
     slots, ended = arguments[3], arguments[5]
-    is_padded, time, following, recent, rows, run, leaves, nodes, pages, capacity = arguments[9:]
+    is_padded, time, following, recent, rows, run, firsts, leaves, nodes, pages, capacity = arguments[9:]
     tree = tree_of(leaves, nodes, some(pages), capacity)
-    state = time, following, recent, *recent.shape, rows, run, tree, min(len(following), capacity)
+    state = time, following, recent, *recent.shape, rows, run, some(firsts), tree, min(len(following), capacity)
     _write[(1,)](slots, *assign(*arguments[:9]), ended, len(slots), *state, is_padded=is_padded, num_warps=1)
 
 
