@@ -1,4 +1,4 @@
-"""Index of the episodes in a ring buffer, with prefix sums of TD errors along each episode."""
+"""Index of the episodes in a ring buffer: the sum of the priorities of each episode, and prefix sums along it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ class EpisodeIndex:
         # One record per episode. The extra record at the end is that of empty slots; its total stays 0.
         records = size + num_lanes
         self._none = records
+        # the record of each slot
         self.episode = full(size, records, narrow)
+        # of each record: the sum of its masses, the position of its first transition, and the number of transitions
         self._totals = MaxTree(records + 1, device=device)
         self._start = full(records + 1, 0, narrow)
         self._count = full(records + 1, 0, narrow)

@@ -1,4 +1,4 @@
-"""The priority of each slot, computed from TD errors."""
+"""The priority of each slot; :func:`torchrl_replay_ext.kernels.rows.update` computes it from TD errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Priorities(WriteObserver):
     """The priority d = max(|δ| + eps, min_priority) of each slot, and the priority of new transitions.
 
     New transitions get the largest d seen so far, at least max(1, min_priority). With ``within_buffer`` they get the
-    largest d of the stored transitions that have been updated; if there are none, the last such value is
-    kept.
+    largest d of the stored transitions that have been updated; if there are none, the last such value is kept.
 
     Args:
         log: the generations of the slots.

@@ -1,4 +1,5 @@
 """Kernels: each hot operation written once, as a loop over flat arrays.
 
-``tree`` has the loops, ``cuda`` their versions for CUDA, and ``ops`` registers both with torch.
+A module has the loops of one subject, and ``<module>_layout`` describes its arrays. ``cuda`` has their versions for
+CUDA, and ``ops`` registers both with torch.
 """

@@ -247,9 +247,9 @@ class ACERBase(LossModule):
             tensordict: the batch.
             shifted: True: V_{t+1} is V of the next step of the row, and the networks evaluate one further state per row
                 instead of T. Each row may have one step whose next state is not the state of the next step, apart from
-                terminated steps: use it for slices drawn by :class:`TrajectoryRetraceSampler`, one per row, and not for
-                those of its ``newest``. The networks must evaluate each state on its own. False (default): the networks
-                evaluate all next states, which is right for any batch.
+                terminated steps: use it for slices drawn by :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`, one
+                per row, and not for those of its ``newest``. The networks must evaluate each state on its own. False
+                (default): the networks evaluate all next states, which is right for any batch.
 
         Raises:
             ValueError: if ``shifted`` is True, and a row has more such steps or a network is recurrent. In a graph and

@@ -68,7 +68,7 @@ class ACERContinuousLoss(ACERBase):
       is clamped. The critic reads the actions themselves, not their arctanh. ``loss_entropy`` uses the entropy of the
       Gaussian.
     * The average policy, truncated episodes, masks, weights and assignments to arguments are handled as in
-      :class:`ACERLoss`.
+      :class:`~torchrl_replay_ext.ACERLoss`.
 
     ``returns="truncated_importance_sampling"`` is the baseline TIS of the paper (App. E.2), and with the trust region
     Trust-TIS. Its critic is V alone. With importance ratios of 1, on-policy, it is A3C (Eq. 2) and Trust-A3C::
@@ -111,8 +111,8 @@ class ACERContinuousLoss(ACERBase):
     changes the names.
 
     Returns:
-        A TensorDict as that of :class:`ACERLoss`, with ``loss_value`` in addition. ``bc_weight`` is the mean of
-        [1 − c/ρ(a')]_+.
+        A TensorDict as that of :class:`~torchrl_replay_ext.ACERLoss`, with ``loss_value`` in addition. ``bc_weight`` is
+        the mean of [1 − c/ρ(a')]_+.
 
     Raises:
         KeyError: if an entry is missing.

@@ -75,7 +75,7 @@ class RetraceEstimator(ValueEstimatorBase):
         policy: π: "actor" (default), or "greedy" for the greedy policy of ``value_network``.
         device: device of TorchRL's base class. Default: None, torch's default device.
         time_dim: the dimension of time in the batch. Default: None, the dimension named "time", else the last.
-        shifted: see :meth:`ACERLoss.forward`; without effect if ``next_value`` is given. Default: False.
+        shifted: see :meth:`~torchrl_replay_ext.ACERLoss.forward`; no effect if ``next_value`` is given. Default: False.
 
     The estimator reads the inputs of the networks, also under "next" for x_{t+1}, "action" (index [\*B, T] or
     [\*B, T, 1], or one-hot [\*B, T, A]), μ, ("next", "reward" | "done" | "terminated") [\*B, T, 1], and

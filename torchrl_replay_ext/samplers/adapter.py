@@ -397,12 +397,12 @@ class DistributionSampler(ShowsArguments, Sampler):
 
         ``num_items``: stored transitions. ``effective_sample_size``: (Σp)²/Σp² as a share of ``num_items``; 1 if all p
         are equal. ``priority_min``, ``priority_median``, ``priority_max``: of the density of draws, relative to its
-        mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: d
-        of new transitions. ``dropped_updates``: rows not updated because their
-        slot was overwritten. ``rejected_updates``: rows not updated for one of two reasons. In a graph or on an
-        accelerator, the TD error is negative, not finite or too large, or the slot does not exist (errors in eager code
-        on the CPU, or with ``validate``). In TorchRL's TensorDictReplayBuffer, the sample has no entry ``priority_key``
-        (an error in CompilableReplayBuffer). And the value of each hyperparameter.
+        mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: d of
+        new transitions. ``dropped_updates``: rows not updated because their slot was overwritten. ``rejected_updates``:
+        rows not updated for one of two reasons. In a graph or on an accelerator, the TD error is negative, not finite
+        or too large, or the slot does not exist (errors in eager code on the CPU, or with ``validate``). In TorchRL's
+        TensorDictReplayBuffer, the sample has no entry ``priority_key`` (an error in CompilableReplayBuffer). And the
+        value of each hyperparameter.
 
         To print the numbers, call ``to_dict()``: a TensorDict prints only shapes.
 

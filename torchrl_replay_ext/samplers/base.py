@@ -27,8 +27,7 @@ class Draw(NamedTuple):
     Args:
         slots: int64 [B], contiguous, also as a NumPy array.
         density: float64 or int64 [B], likewise; proportional to the probability of each slot; 0 if nothing can be
-            drawn.
-            Default: None, no weights are computed; those of ``extras`` stay.
+            drawn. Default: None, no weights are computed; those of ``extras`` stay.
         smallest: the smallest positive density of all stored slots, or a tensor that begins with it, [1 or more] in the
             dtype of ``density``. Default: None, weights are divided by the largest weight of the batch.
         extras: further entries of the batch, [B] each. Default: None.
@@ -82,6 +81,10 @@ class ShardRows(NamedTuple):
 
 class Distribution(WriteObserver, ABC):
     """A probability distribution over slots. It does not access the storage.
+
+    A subclass defines :meth:`draw` and :meth:`density`, and for state of its own ``insert``, ``remove``, ``clear`` and
+    ``tensors``, see :class:`~torchrl_replay_ext.core.write_log.WriteObserver`. A short one is
+    :class:`~torchrl_replay_ext.samplers.recency.Recency`.
 
     In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
     has none. On accelerators, methods should not read values either: the host must wait for the device.

@@ -75,7 +75,7 @@ def bind_samplers(storage: Any) -> None:
 class CompilableWriter(TensorDictRoundRobinWriter):
     """TorchRL's round-robin writer with its cursor in a tensor that is changed in place.
 
-    It is the default writer of :class:`CompilableReplayBuffer`.
+    It is the default writer of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
 
     Args:
         track_generations: as in TorchRL's writer; not supported in compiled graphs. Default: False.
