@@ -112,7 +112,7 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
         test_kernels.test_all_implementations_write_the_same(run, 257, flag)
         test_kernels.test_all_implementations_read_the_same(run, 257, flag)
         test_kernels.test_all_implementations_write_the_same_episodes(run, flag, 3)
-        test_kernels.test_all_implementations_write_the_same_slices(run, flag, 3, flag)
+        test_kernels.test_all_implementations_write_the_same_slices(run, flag, 3, flag, "episode" if flag else "any")
         test_kernels.test_all_implementations_have_the_same_reliability(run, flag, 3)
         test_kernels.test_all_implementations_find_the_same_smallest_density(run, 0.5, flag, 3)
         test_kernels.test_all_implementations_draw_the_same_by_reliability(run, 0.5, 4 * flag)

@@ -235,3 +235,12 @@ def test_a_td_error_or_an_alpha_beyond_the_range_of_the_sums():
     buffer = filled(torch.ones(5), alpha=1.0)
     with Refuses(buffer, ValueError, r"index 3\b.*at most"):
         buffer.update_priority(torch.tensor([2, 3]), torch.tensor([1.0, 1e30]))
+
+
+@pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
+def test_the_sums_of_a_joint_draw_have_the_smallest_mass_only_if_weights_need_it(weight_norm):
+    buffer = data.buffer_of(ProportionalSampler, 20, batch_size=4, weight_norm=weight_norm)
+    buffer.extend(data.rows(5))
+    sums = buffer.sampler.sums(buffer.storage)
+    assert float(sums.mass) > 0
+    assert (sums.smallest is None) == (weight_norm == "batch")

@@ -236,9 +236,10 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         stamp = data[STAMP_KEY]
         if anchored and (valid := data.get("validity_mask", None)) is not None:
             stamp = where_int64(valid, stamp, -1)
-        error = data.get(self.priority_key)
-        # TorchRL takes the largest of several TD errors of a row
-        error = error if error.ndim == 1 else self._get_priority_vector(data)
+        error = data.get(self.priority_key, None)
+        if error is None or error.ndim != 1:
+            # the largest of several TD errors of a row
+            error = self._get_priority_vector(data)
         rows = data["anchor_index" if anchored else "index"], stamp, error.detach()
         # the batch may have been moved, for example to the device of the networks
         index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)

@@ -158,6 +158,8 @@ class FramePool:
 
     def check_valid(self) -> None:
         """Raise AssertionError if reference counts, free places and ids contradict each other. O(size)."""
+        if bool((self._streams[2] > self.counts[2]).any()):
+            raise AssertionError("FramePool: the last transition of a trajectory is yet to come.")
         references, free = self._counted()
         if not torch.equal(references, self._references):
             raise AssertionError("FramePool: the reference counts are wrong.")

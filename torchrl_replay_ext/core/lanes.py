@@ -113,9 +113,9 @@ class Lanes:
         self._warned = True
         warnings.warn(
             "A trajectory began before the last one had ended (done); the unfinished one is closed at its last "
-            "stored step. This is normal once after a run was resumed from a checkpoint. If several environments "
-            "write to this buffer, pass num_streams=<number of environments> to the sampler (EventTableSampler: in "
-            "priority=).",
+            "stored step. This is normal once if a resumed run has on_load='continue' and new environments. If several "
+            "environments write to this buffer, pass num_streams=<number of environments> to the sampler "
+            "(EventTableSampler: in priority=).",
             stacklevel=2,
         )
 

@@ -131,7 +131,8 @@ class CandidateScorer:
         if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
             raise ValueError(
                 f"{_OWNER}: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
-                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A]."
+                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A], and a slot "
+                "must hold one step."
             )
         if scale is not None:
             correction = scale.expand_as(expected).log().sum(-1)

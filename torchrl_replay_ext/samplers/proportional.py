@@ -117,9 +117,10 @@ class Proportional(PowerDistribution):
         return Draw(slots, mass, minima if self._tracks_min else None)
 
     def sums(self) -> Sums:
-        total = self._tree.total().double()
-        smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
-        return Sums(total.reshape(1), smallest if self._tracks_min else None)
+        total, smallest = self._tree.total().double(), None
+        if self._tracks_min:
+            smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
+        return Sums(total.reshape(1), smallest)
 
     def plan(
         self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None

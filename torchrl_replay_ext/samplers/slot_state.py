@@ -186,7 +186,8 @@ class SlotState:
         is_ring = is_ring or torch.equal(slots, self.layout.slots_from(write.first, slots.shape[0]))
         if not is_ring or write.cursor < 0:
             raise ValueError(
-                f"{self.owner}: slots must be written one after the other; use a round-robin writer, the default."
+                f"{self.owner}: slots must be written one after the other, by a buffer with a round-robin writer, the "
+                "default."
             )
 
     def insert(

@@ -76,7 +76,7 @@ def _give_back(free, num_free, number):
 
 @jit
 def position_of(episodes, slot):
-    """The position of ``slot``, which may be out of range."""
+    """The position, perhaps out of range, of a slot in range."""
     position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
     if episodes.tree.pages is not None:
         position = tl.load(episodes.position_of + slot).to(tl.int64)

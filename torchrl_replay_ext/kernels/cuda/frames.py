@@ -45,7 +45,7 @@ def _follow(slots, trajectory, streams, counts, last, count, size, num_streams, 
         own = tl.load(trajectory + row)
         is_own = exists & (ids == own) & (number > 0)
         is_next = stream == tl.argmin(tl.where(is_own, -1, number), axis=0)
-        in_write = tl.maximum(number - written - 1, -1)
+        in_write = tl.minimum(tl.maximum(number - written - 1, -1), row - 1)
         found = tl.where(in_write >= 0, -1 - in_write, within(slot, size))
         tl.store(last + row, tl.min(tl.where(is_own & is_next, found, size), axis=0))
         ids, slot = tl.where(is_next, own, ids), tl.where(is_next, tl.load(slots + row), slot)
