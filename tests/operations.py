@@ -205,7 +205,6 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "slices": partial(slices, None),
     "slices, unpadded": partial(slices, None, pad=False),
     "slices, whole": partial(slices, None, starts="episode"),
-    "slices, whole, unpadded": partial(slices, None, pad=False, starts="episode"),
     "slices, proportional": partial(slices, proportional),
     "slices, reaper": partial(slices, reaper),
     "frames": proportional,

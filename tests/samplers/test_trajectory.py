@@ -1,6 +1,7 @@
 """TrajectoryRetraceSampler by hand: its slices, padding, anchors, weights and state."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
+from tests.operations import CASES, Driven, slices
 from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state
 from torchrl_replay_ext import (
     DecoupledSampler,
@@ -378,6 +380,15 @@ def test_an_episode_is_read_in_order():
     assert episodes == [[1, 2], [3, 4, 5, 6], [7, 8]]
     # the first step of the oldest episode is gone
     assert slices_by_start(buffer, "number") == {3: [3, 4, 5, 6], 7: [7, 8, 8, 8]}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations_on_unpadded_slices_from_the_beginning(monkeypatch, seed):
+    monkeypatch.setitem(CASES, "slices", partial(slices, None, pad=False, starts="episode"))
+    driven = Driven("slices", seed)
+    for _ in range(60):
+        driven.operate()
+        driven.check()
 
 
 @pytest.mark.parametrize("index", [7, torch.tensor([0, 1]), 20])
