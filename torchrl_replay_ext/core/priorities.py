@@ -8,7 +8,8 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import gather_in_bounds, scatter_in_bounds
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.core.write_log import WriteLog, WriteObserver
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_observer import WriteObserver
 
 # Largest relative difference between the maximum in float64 and a float32 priority after several roundings.
 _ROUNDING = 4 * torch.finfo(torch.float32).eps

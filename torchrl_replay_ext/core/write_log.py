@@ -1,8 +1,8 @@
-"""State that is updated at each write to a buffer, and a log of the writes: ring position and generations."""
+"""A log of the writes to a buffer: the ring position and the generation of each slot."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,57 +10,9 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
+from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
-
-if TYPE_CHECKING:
-    from torchrl_replay_ext.samplers.rows import RowView
-
-
-class WriteObserver:
-    """State that is updated at each write to the slots of a buffer. The methods do nothing by default."""
-
-    # True if the order of the writes matters: the buffer then needs a round-robin writer
-    needs_order = False
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
-
-        The write is recorded afterwards: generations and priorities are still those before it.
-
-        Args:
-            slots: int64 [n], in the order of writing, n <= number of slots.
-            priority: d of a new transition, float64 [1].
-            rows: the rows at ``slots``.
-
-        Raises:
-            KeyError, TypeError, ValueError: if the rows are invalid; nothing is changed then.
-        """
-
-    def remove(self, slots: Tensor) -> None:
-        """Remove ``slots`` [n], without duplicates, oldest first."""
-
-    def before_full_overwrite(self) -> None:
-        """Called before a write with more rows than slots, of which only the last rows are inserted."""
-
-    def before_ingest(self, count: int, next_slot: int) -> None:
-        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
-
-    def clear(self) -> None:
-        """Remove all slots."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state to save. It is restored in place."""
-        return {}
-
-    def raise_numbers(self, last: int) -> None:
-        """Raise the numbers of writes in :meth:`tensors` by ``last``, before :meth:`rebuild`."""
-
-    def rebuild(self) -> None:
-        """Recompute derived state after :meth:`tensors` were replaced."""
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""
 
 
 class RingWrite(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
-from torchrl_replay_ext.core.write_log import WriteLog, WriteObserver
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.samplers.rows import RowView
 
 __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "WriteObserver"]
@@ -83,7 +84,7 @@ class Distribution(WriteObserver, ABC):
     """A probability distribution over slots. It does not access the storage.
 
     A subclass defines :meth:`draw` and :meth:`density`, and for state of its own ``insert``, ``remove``, ``clear`` and
-    ``tensors``, see :class:`~torchrl_replay_ext.core.write_log.WriteObserver`. A short one is
+    ``tensors``, see :class:`~torchrl_replay_ext.core.write_observer.WriteObserver`. A short one is
     :class:`~torchrl_replay_ext.samplers.recency.Recency`.
 
     In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
