@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from recipes.common.config import RECIPES
 from recipes.common.errors import ConfigError, did_you_mean, reason
 from recipes.common.files import CHECKPOINT, CONFIG, load_config
 from recipes.common.options import compose_config, explain, help_text
@@ -150,7 +151,9 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
         if not (run_dir / file).is_file():
             raise ConfigError(f"resume={run_dir}: no {file} there; pass the directory of a run with a checkpoint")
     resumed = load_config(run_dir / CONFIG)
-    if other := sorted({*map(str, resumed)} ^ {*map(str, config)}):
+    # recipes.distributed has the hyperparameters of one of several algorithms
+    of_algorithm = {*RECIPES} if "algorithm" in resumed else set()
+    if other := sorted(({*map(str, resumed)} ^ {*map(str, config)}) - of_algorithm):
         raise ConfigError(f"resume={run_dir}: a run of another recipe; only one of the two has {', '.join(other)}")
     for word in words:
         key, others = word.split("=")[0], ", ".join(RESUMABLE[1:])

@@ -85,6 +85,10 @@ def test_continuous_actions(ray_runtime, tmp_path, algorithm):
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert all(math.isfinite(float(row["loss_actor"])) for row in table[1:])
     assert float(table[0]["epsilon"]) == 0
+    # no new run begins: it is finished
+    resumed = composer.resumed(tmp_path)
+    assert resumed.algorithm == algorithm and resumed.dqn is None
+    assert distributed.train(resumed, tmp_path) == DONE and len(rows(tmp_path)) == 3
 
 
 @needs("minatar")
