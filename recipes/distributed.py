@@ -87,10 +87,6 @@ def dqn_learner(config: DistributedRun, settings: DQNConfig, run: Run) -> Learne
     loss_module, target = dqn.make_loss(settings, actor)
     optimizer = make_optimizer(settings.optimizer, loss_module.parameters(), settings.learning_rate)
 
-    @torch.inference_mode()
-    def greedy(observations: np.ndarray) -> np.ndarray:
-        return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
-
     def copy_target(steps: int) -> None:
         if settings.copies_due(steps, settings.train_interval):
             target.step()
@@ -99,7 +95,7 @@ def dqn_learner(config: DistributedRun, settings: DQNConfig, run: Run) -> Learne
         actor,
         [EGreedyModule(Categorical(count), eps_init=1.0, eps_end=0.0)],
         settings.epsilon,
-        greedy,
+        on_arrays(lambda observations: network(observations).argmax(-1), device),
         ("loss",),
         {"loss": loss_module, "optimizer": optimizer},
         lambda replay: dqn.make_update(config, replay, loss_module, target, optimizer),
@@ -120,7 +116,7 @@ def td3_learner(config: DistributedRun, settings: TD3Config, run: Run) -> Learne
         TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
         [AdditiveGaussianModule(spec, sigma_init=sigma, sigma_end=sigma), random_actions(spec)],
         lambda steps: float(steps < settings.learning_starts),
-        deterministic(policy, run.device),
+        on_arrays(policy, run.device),
         ("loss_actor", "loss_qvalue"),
         {"loss": loss_module, "actor_optimizer": actor, "critic_optimizer": critics},
         lambda replay: td3.make_update(config, replay, loss_module, target, actor, critics),
@@ -137,7 +133,7 @@ def sac_learner(config: DistributedRun, settings: SACConfig, run: Run) -> Learne
         sac.make_actor(policy),
         [random_actions(spec)],
         lambda steps: float(steps < settings.learning_starts),
-        deterministic(lambda observations: torch.tanh(policy(observations)[0]), run.device),
+        on_arrays(lambda observations: torch.tanh(policy(observations)[0]), run.device),
         ("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
         {"loss": loss_module, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}},
         lambda replay: sac.make_update(config, replay, loss_module, target, optimizers),
@@ -156,7 +152,7 @@ def random_actions(spec: Bounded) -> EGreedyModule:
     return EGreedyModule(spec, eps_init=1.0, eps_end=0.0)
 
 
-def deterministic(policy: Callable[[Tensor], Tensor], device: torch.device) -> Policy:
+def on_arrays(policy: Callable[[Tensor], Tensor], device: torch.device) -> Policy:
     """A policy as a function of arrays."""
 
     @torch.inference_mode()

@@ -120,7 +120,7 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     name = recipe.split(".")[-1]
     config = compose_config(recipe, words, hydra=True)
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
-    # recipes.distributed has the hyperparameters of an algorithm, which are no choice of their own
+    # in recipes.distributed, algorithm= chooses the group of hyperparameters
     algorithm = chosen.get("algorithm", RECIPES.get(recipe))
     parts = [_docstring(recipe), "Groups of options, with their default choices; --help env=<choice> shows another:"]
     for group, choice in chosen.items():

@@ -7,7 +7,7 @@ over the games. Only games in which all variants have runs are compared. Where n
 all normalized scores are 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,15 +93,19 @@ class Peaks:
         """A Markdown table with a row per game, and the means and medians over the games, with its caption."""
         others = [variant for variant in self.variants if variant != self.baseline]
         baseline, lines = figures.label(self.baseline), []
+        increases = {env: [self.increase(env, variant) for variant in others] for env in self.games}
+
+        def percent(numbers: Iterable[float]) -> list[str]:
+            return ["" if np.isnan(number) else f"{number:+.1f} %" for number in numbers]
+
         for env in self.games:
-            peaks = [f"{number:,.1f}" for number in self.ends[env]]
-            peaks += [f"{self.peak(env, variant):,.1f}" for variant in self.variants]
-            increases = [self.increase(env, variant) for variant in others]
-            lines.append((figures.env_label(env), *peaks, *("" if np.isnan(x) else f"{x:+.1f} %" for x in increases)))
-        increases = np.array([[self.increase(env, variant) for variant in others] for env in self.games])
+            peaks = (*self.ends[env], *(self.peak(env, variant) for variant in self.variants))
+            lines.append((figures.env_label(env), *(f"{peak:,.1f}" for peak in peaks), *percent(increases[env])))
+        # without the games in which the baseline is not better than random actions
+        known = [increases[env] for env in self.games if not np.isnan(increases[env]).any()] or [[np.nan] * len(others)]
         empty = [""] * (2 + len(self.variants))
-        for name, statistic in (("mean of games", np.nanmean), ("median of games", np.nanmedian)):
-            lines.append((name, *empty, *(f"{number:+.1f} %" for number in statistic(increases, axis=0))))
+        for name, statistic in (("mean of games", np.mean), ("median of games", np.median)):
+            lines.append((name, *empty, *percent(statistic(known, axis=0))))
         _, curves = self.curves()
         ends = [f"{curves[variant][-1]:.3f}" for variant in self.variants]
         lines.append(("median, normalized", "0", "1", *ends, *[""] * len(others)))

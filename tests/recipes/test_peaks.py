@@ -62,6 +62,7 @@ def test_curves_are_medians_over_games_of_normalized_scores(peaks):
 def test_games_without_a_run_above_random_actions_count_with_0():
     found = Peaks({"atari/pong": {"per": [run([PONG - 1])], "reaper": [run([PONG])]}}, ["per", "reaper"], "per")
     assert {name: curve.tolist() for name, curve in found.curves()[1].items()} == {"per": [0], "reaper": [0]}
+    assert "nan" not in found.table()
 
 
 def test_the_table_has_each_game_and_the_mean_and_median_increase(peaks):

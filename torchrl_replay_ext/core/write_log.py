@@ -70,7 +70,7 @@ class WriteLog(WriteObserver):
 
     @property
     def is_empty(self) -> bool:
-        """True if no slot is known to hold a transition: since the log was created or cleared, none was found."""
+        """True if no slot is known to hold a transition."""
         if self._is_used.item():
             return False
         # a graph that writes changes only the generations

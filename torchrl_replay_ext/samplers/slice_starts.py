@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 from torch import Tensor
@@ -180,16 +181,15 @@ class SliceStarts(Distribution):
 
     def episode(self, slot: int) -> Tensor:
         """The slots of the stored transitions of an episode, int64 [n], in time order; ``slot``: one of them. O(N)."""
-        following, before = self._next.tolist(), [*range(self._size)]
-        for each, successor in enumerate(following):
-            if successor != each:
-                before[successor] = each
+        following, before = self._next.cpu().numpy(), np.arange(self._size)
+        (followed,) = (following != before).nonzero()
+        before[following[followed]] = followed
         while before[slot] != slot:
             slot = before[slot]
         slots = [slot]
         while following[slots[-1]] != slots[-1]:
             slots.append(following[slots[-1]])
-        return torch.tensor(slots, device=self._device)
+        return torch.tensor(np.array(slots, np.int64), device=self._device)
 
     def newest(self) -> tuple[Tensor, Tensor]:
         """The newest transitions of each lane in time order, across episodes.
