@@ -2,7 +2,8 @@
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.core.event_spec import EventSpec, Threshold
+from torchrl_replay_ext.core.conditions import Novel, Quantile, Threshold
+from torchrl_replay_ext.core.event_spec import EventSpec
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
@@ -38,7 +39,9 @@ __all__ = [
     "EventTableWriter",
     "EventTables",
     "FrameStackStorage",
+    "Novel",
     "ProportionalSampler",
+    "Quantile",
     "RankBasedSampler",
     "ReaPERSampler",
     "RecencySampler",

@@ -38,8 +38,10 @@ from torchrl.trainers.algorithms.configs.data import (
 )
 
 from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import require_choice
 from torchrl_replay_ext.buffers import CompilableReplayBuffer
-from torchrl_replay_ext.core.event_spec import EventSpec, Threshold
+from torchrl_replay_ext.core.conditions import Novel, Quantile, Threshold
+from torchrl_replay_ext.core.event_spec import EventSpec
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.samplers import (
     EventTableSampler,
@@ -90,6 +92,8 @@ _UNRESOLVED = {
     "capacity": "the buffer has no storage with max_size that gives the capacity; set capacity.",
     "td_error": "it is unknown how the trainer's loss writes 'td_error'; set it to 'squared' (δ²) or 'absolute' (|δ|).",
 }
+
+_CONDITIONS = {"threshold": Threshold, "quantile": Quantile, "novel": Novel}
 
 
 # --- from plain values to objects
@@ -152,7 +156,8 @@ def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> Event
         owner: the class that error messages name.
         events: a mapping from the name of each event to the other arguments of :class:`~torchrl_replay_ext.EventSpec`:
             ``condition`` and ``history``, optionally ``table`` and ``context``. ``condition`` is a key (a list if it is
-            nested), a threshold ``{key: , op: , value: }``, or a function, written as
+            nested), a threshold ``{key: , op: , value: }``, another condition ``{kind: quantile, key: , q: }`` or
+            ``{kind: novel, key: }``, or a function, written as
             ``{_target_: hydra.utils.get_method, path: package.module.function}``.
         capacity: a mapping from the name of each table to its capacity in transitions.
         retention: ``"ring"`` or ``"pinned"``, see :class:`~torchrl_replay_ext.EventTables`.
@@ -166,8 +171,10 @@ def make_tables(owner: str, events: Any, capacity: Any, retention: Any) -> Event
         values = {**_mapping(owner, place, value)}
         condition = values.get("condition")
         if isinstance(condition, Mapping):
-            threshold = {**condition, "key": _key(condition.get("key"))}
-            values["condition"] = _made(owner, f"{place}.condition", Threshold, threshold)
+            arguments = {"kind": "threshold", **condition, "key": _key(condition.get("key"))}
+            require_choice(f"{owner}: {place}.condition", "kind", arguments["kind"], [*_CONDITIONS])
+            kind = _CONDITIONS[arguments.pop("kind")]
+            values["condition"] = _made(owner, f"{place}.condition", kind, arguments)
         elif condition is not None:
             values["condition"] = _key(condition)
         specs.append(_made(owner, place, EventSpec, values, name))

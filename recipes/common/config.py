@@ -43,11 +43,19 @@ def ends(key: str, value: Any) -> tuple[float, float]:
 class EventConfig(Checked):
     """An event of an environment and its table. By default, `info[<event name>]` of the environment signals it.
 
+    At most one of `above`, `quantile`, `novel` and `function` is not None.
+
     Args:
         history: number of transitions, up to and including the event, that enter the table; >= 1.
         eta: share of the batch drawn from the table, in [0, 1]; {start, end}: linear over all updates of the run. The
             table's size is the largest value times the buffer's.
         above: the event occurs if the reward is larger than this value. Default: None, use `info`.
+        quantile: the event occurs if the reward is larger than this quantile of the last 10,000 rewards, in (0, 1).
+            Default: None, use `info`.
+        novel: the event occurs if the next observation was reached at most so many times; >= 1. Default: None, use
+            `info`.
+        resolution: two observations are the same for `novel` if their numbers, divided by this value and rounded down,
+            are; > 0. Default: None, if their numbers are equal.
         function: land_between_flags or land_near_middle, the condition of the event. Default: None, use `info`.
     """
 
@@ -56,12 +64,23 @@ class EventConfig(Checked):
     history: int = within(">= 1")
     eta: Any = MISSING
     above: float | None = None
+    quantile: float | None = within("(0, 1)", None)
+    novel: int | None = within(">= 1", None)
+    resolution: float | None = within("> 0", None)
     function: str | None = one_of("land_between_flags", "land_near_middle", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("eta", all(0 <= end <= 1 for end in ends("eta", self.eta)), "must be in [0, 1]")
-        self.require("function", None in (self.function, self.above), "needs above=null")
+        text = "needs null for the others of above, quantile, novel and function"
+        for name in self._conditions[1:]:
+            self.require(name, len(self._conditions) < 2, text)
+        self.require("resolution", self.resolution is None or self.novel is not None, "needs novel=1, for example")
+
+    @property
+    def _conditions(self) -> list[str]:
+        """The arguments that say when the event occurs."""
+        return [name for name in ("above", "quantile", "novel", "function") if getattr(self, name) is not None]
 
     @property
     def largest_eta(self) -> float:
@@ -71,7 +90,7 @@ class EventConfig(Checked):
     @property
     def is_flag(self) -> bool:
         """Whether the environment signals the event in its `info`."""
-        return self.above is None and self.function is None
+        return not self._conditions
 
 
 @dataclass

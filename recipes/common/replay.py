@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
@@ -173,10 +173,14 @@ def land_near_middle(data: TensorDictBase) -> torch.Tensor:
 FUNCTIONS = {function.__name__: function for function in (land_between_flags, land_near_middle)}
 
 
-def condition(name: str, event: EventConfig) -> NestedKey | ext.Threshold | Callable[[TensorDictBase], torch.Tensor]:
-    """The condition of the event in the form that EventSpec takes: a flag, a threshold or a function."""
+def condition(name: str, event: EventConfig) -> Any:
+    """The condition of the event in the form that EventSpec takes."""
     if event.above is not None:
         return ext.Threshold(("next", "reward"), ">", event.above)
+    if event.quantile is not None:
+        return ext.Quantile(("next", "reward"), event.quantile)
+    if event.novel is not None:
+        return ext.Novel(("next", "observation"), event.novel, event.resolution)
     return (*FLAGS, name) if event.function is None else FUNCTIONS[event.function]
 
 

@@ -353,9 +353,9 @@ def test_bad_tables(build, message):
 
 
 def test_bad_conditions_are_refused():
-    with pytest.raises(TypeError, match="must be a key, a Threshold or a callable"):
+    with pytest.raises(TypeError, match="must be a key, a Threshold, Quantile or Novel, or a callable"):
         EventSpec("a", 3, 2)
-    with pytest.raises(TypeError, match="must be a key, a Threshold or a callable"):
+    with pytest.raises(TypeError, match="must be a key, a Threshold, Quantile or Novel, or a callable"):
         EventSpec("a", "", 2)
     for value in ("8", True, None):
         with pytest.raises(TypeError, match="value must be a number"):
@@ -510,7 +510,7 @@ def marked(*shape, event=()):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 def test_errors_of_a_condition_name_the_event():
     with pytest.raises(KeyError) as caught:
-        EventSpec("goal", lambda data: data["nope"], 3).occurs(scripted(4))
+        EventSpec("goal", lambda data: data["nope"], 3).signal(scripted(4))
     assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
 
 

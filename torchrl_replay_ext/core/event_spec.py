@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,52 +13,15 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_replay_ext._torchrl import entries_of
-from torchrl_replay_ext.arguments import is_key, require_choice, require_integer, require_nested_keys, require_number
+from torchrl_replay_ext.arguments import is_key, require_choice, require_integer
+from torchrl_replay_ext.core.conditions import AdaptiveCondition, Novel, Threshold
 
 # the name of the table of all transitions
 DEFAULT = "default"
 
 Retention = Literal["ring", "pinned"]
 
-_OPERATORS = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """The condition ``data[key] op value`` of an event.
-
-    Args:
-        key: an entry with one number per transition, for example ``("next", "reward")``.
-        op: one of ``>  >=  <  <=  ==  !=``.
-        value: a number, possibly infinite, but not NaN.
-
-    Raises:
-        ValueError: if ``op`` is unknown or ``value`` is NaN.
-        TypeError: if ``key`` is not the name of an entry or ``value`` is not a number.
-
-    Examples:
-        >>> Threshold(("next", "reward"), ">", 8.0)
-        Threshold(key=('next', 'reward'), op='>', value=8.0)
-    """
-
-    key: NestedKey
-    op: str
-    value: float
-
-    def __post_init__(self):
-        require_nested_keys("Threshold", key=self.key)
-        require_choice("Threshold", "op", self.op, [*_OPERATORS])
-        require_number("Threshold", "value", self.value, lambda value: value == value, "a number, not NaN")
-
-
-Condition = NestedKey | Threshold | Callable[[TensorDictBase], Tensor]
+Condition = NestedKey | Threshold | AdaptiveCondition | Callable[[TensorDictBase], Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,7 +33,9 @@ class EventSpec:
         condition: ω, evaluated for every written transition:
 
             * a key of an entry with one bool per transition, for example ``("next", "at_gap")``;
-            * a :class:`Threshold` on an entry with one number per transition;
+            * a :class:`~torchrl_replay_ext.Threshold` on an entry with one number per transition;
+            * a :class:`~torchrl_replay_ext.Quantile` or :class:`~torchrl_replay_ext.Novel`, which adapt to the
+              transitions written before;
             * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` = 0 the rows are arbitrary
               transitions, and the result for a row must depend on this row only. With ``context`` > 0 the rows are
               consecutive transitions of one episode, and up to ``context`` earlier transitions of the episode precede
@@ -85,8 +49,9 @@ class EventSpec:
         context: number of earlier transitions that a callable ``condition`` needs, >= 0. Default: 0.
 
     Raises:
-        ValueError: if ``history`` < 1 or ``context`` < 0, or ``name`` or ``table`` is ``"default"``.
-        TypeError: if the condition is none of these three, or ``name`` or ``table`` is not a non-empty string.
+        ValueError: if ``history`` < 1 or ``context`` < 0, if a Quantile or Novel has a ``context``, or if ``name`` or
+            ``table`` is ``"default"``.
+        TypeError: if the condition is none of these, or ``name`` or ``table`` is not a non-empty string.
 
     Examples:
         >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)
@@ -110,13 +75,21 @@ class EventSpec:
                 f"EventSpec({self.name!r}): {DEFAULT!r} is the name of the table of all transitions; use another name."
             )
         condition = self.condition
-        if not (is_key(condition) or isinstance(condition, Threshold) or callable(condition)):
+        if not (is_key(condition) or isinstance(condition, Threshold | AdaptiveCondition) or callable(condition)):
             raise TypeError(
-                f"EventSpec({self.name!r}): condition must be a key, a Threshold or a callable, not {condition!r}."
+                f"EventSpec({self.name!r}): condition must be a key, a Threshold, Quantile or Novel, or a "
+                f"callable, not {condition!r}."
+            )
+        if isinstance(condition, AdaptiveCondition) and self.context:
+            raise ValueError(
+                f"EventSpec({self.name!r}, context={self.context}): a {type(condition).__name__} sees single "
+                "transitions; use context=0."
             )
 
-    def occurs(self, data: TensorDictBase) -> Tensor:
+    def signal(self, data: TensorDictBase) -> Tensor:
         """True where the event occurs in ``data`` [T]; T bools, in the shape of the entry or the condition's result.
+
+        For a condition that adapts: what its ``detect`` needs, int64 [T].
 
         Raises:
             KeyError: if the entry of the condition is missing.
@@ -124,8 +97,8 @@ class EventSpec:
             ValueError: if it has the wrong shape.
         """
         condition = self.condition
-        if isinstance(condition, (str, tuple, Threshold)):
-            key = condition.key if isinstance(condition, Threshold) else condition
+        if not callable(condition):
+            key = condition.key if isinstance(condition, Threshold | AdaptiveCondition) else condition
             (result,) = entries_of(data, [key])
             what = f"the entry {key!r}"
             if result is None:
@@ -143,13 +116,15 @@ class EventSpec:
             what = "the condition's result"
         if not isinstance(result, Tensor):
             raise TypeError(f"EventSpec({self.name!r}): {what} must be a tensor, not {type(result).__name__}.")
-        if result.numel() != data.shape[0]:
+        if result.numel() != data.shape[0] and not isinstance(condition, Novel):
             raise ValueError(
                 f"EventSpec({self.name!r}): {what} has shape {tuple(result.shape)} for {data.shape[0]} transitions; "
                 "one value per transition is needed."
             )
         if isinstance(condition, Threshold):
-            result = _OPERATORS[condition.op](result, condition.value)
+            result = condition.occurs(result)
+        elif isinstance(condition, AdaptiveCondition):
+            result = condition.signal(result)
         elif result.dtype != torch.bool:
             raise TypeError(f"EventSpec({self.name!r}): {what} must be bool, got {result.dtype}.")
         return result
@@ -167,7 +142,7 @@ class EventSpec:
             except Exception as error:
                 raise TypeError(
                     f"EventSpec({self.name!r}): its condition cannot be sent to another process ({error}); use a "
-                    "function defined at the top level of a module, a key or a Threshold."
+                    "function defined at the top level of a module, or no function."
                 ) from error
         return vars(self).copy()
 

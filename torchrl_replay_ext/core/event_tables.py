@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
+from torchrl_replay_ext.core.conditions import AdaptiveCondition
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, UNSENT, WRITTEN
@@ -121,6 +122,9 @@ class EventTables(Mapping[str, EventTable]):
         self.storage: ReferenceType[Any] | None = None
         # the number of slots is not known before the first write
         self.num_slots, self.is_allocated, self.device = 1, False, torch.device("cpu")
+        # by the name of the event
+        self._adaptive = {each.name: each.condition for each in specs if isinstance(each.condition, AdaptiveCondition)}
+        self._memories = {name: condition.memory() for name, condition in self._adaptive.items()}
         self._allocate()
 
     # --- tables by name
@@ -210,7 +214,9 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
-        return {name: vars(self)[name] for name in ARRAYS[:-1]}
+        arrays = {name: vars(self)[name] for name in ARRAYS[:-1]}
+        memories = ((name, *part) for name, memory in self._memories.items() for part in memory.items())
+        return arrays | {f"{name}.{part}": tensor for name, part, tensor in memories}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
@@ -218,10 +224,18 @@ class EventTables(Mapping[str, EventTable]):
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
         self.counters[CHANGES] = changes
+        for name, condition in self._adaptive.items():
+            condition.restore(self._memories[name])
         self._forget_journal()
 
     def clear(self) -> None:
-        """Empty all tables. Transitions are numbered further, so those of open episodes are known to be gone."""
+        """Empty all tables. Transitions are numbered further, so those of open episodes are known to be gone.
+
+        Conditions forget what they remember.
+        """
+        for memory in self._memories.values():
+            for tensor in memory.values():
+                tensor.zero_()
         self.slot_at.fill_(-1)
         if self.first:
             self.slot_at[: self.num_slots] = torch.arange(self.num_slots, device="cpu")
@@ -246,6 +260,11 @@ class EventTables(Mapping[str, EventTable]):
         return self.counters.numpy()[CHANGES] - len(self.journal) <= seen
 
     # --- writing
+
+    def detect(self, spec: EventSpec, signal: np.ndarray) -> np.ndarray:
+        """Whether the event occurs, bool [n]; ``signal`` [n] is that of :meth:`EventSpec.signal`."""
+        condition = self._adaptive.get(spec.name)
+        return signal if condition is None else condition.detect(signal, self._memories[spec.name])
 
     def adopt(self, count: int, next_slot: int) -> None:
         """Add the transitions that a storage held before the first write to the default table, without events.

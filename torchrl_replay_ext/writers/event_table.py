@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.event_tables import ARRAYS, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
@@ -78,7 +78,8 @@ class EventTableWriter(CompilableWriter):
     Events cannot be detected in a compiled graph. With a :class:`~torchrl_replay_ext.CompilableReplayBuffer`, sampling
     and priority updates can be compiled, but ``extend`` must be called outside of the graph.
 
-    If a write raises an error, nothing of it is stored; what it would have displaced is gone. Data that does not fit
+    If a write raises an error, nothing of it is stored; what it would have displaced is gone. Conditions that adapt may
+    remember its rows, if the storage raised the error. Data that does not fit
     into the default table at once is written in parts, of which the first may be stored already.
 
     Args:
@@ -270,19 +271,18 @@ class EventTableWriter(CompilableWriter):
                 f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
-        columns = [spec.occurs(data) for spec in specs if not spec.context]
+        columns = [spec.signal(data) for spec in specs if not spec.context]
         values = _on_cpu([*columns, *filter(torch.is_tensor, found)])
         trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
         first = np.zeros(count, bool) if begins is None else values.pop() != 0
         last = values.pop() != 0
-        occurred = np.zeros((count, len(specs)), bool)
-        for number, spec in enumerate(specs):
-            if not spec.context:
-                occurred[:, number] = values.pop(0)
         stream = trajectory if self._storage.ndim == 1 else np.arange(count) % width
-        rows = _Rows(stream, trajectory, last, first, occurred)
+        rows = _Rows(stream, trajectory, last, first, np.zeros((count, len(specs)), bool))
         if self._has_context:
             self._detect_with_context(data, rows)
+        for number, spec in enumerate(specs):
+            if not spec.context:
+                rows.occurred[:, number] = self.tables.detect(spec, values.pop(0))
         return rows
 
     def _detect_with_context(self, data: TensorDictBase, rows: _Rows) -> None:
@@ -300,7 +300,7 @@ class EventTableWriter(CompilableWriter):
                 given = segment
                 if goes_on:
                     given = self._with_earlier(segment, int(stream[first]), int(trajectory[first]), spec.context)
-                result = spec.occurs(given).detach().cpu().numpy().reshape(-1)
+                result = spec.signal(given).detach().cpu().numpy().reshape(-1)
                 rows.occurred[episode, number] = result[len(result) - len(episode) :]
 
     def _with_earlier(self, segment: Any, stream: int, trajectory: int, count: int) -> Any:
@@ -418,7 +418,7 @@ class EventTableWriter(CompilableWriter):
                 f"{name}: the state is for the tables {state_dict['described']}, this writer has {self._described()} "
                 "(retention first); create it with the same events and retention."
             )
-        saved_state.require_keys(name, saved, {*ARRAYS[:-1], "open"} if saved else set())
+        saved_state.require_keys(name, saved, {*tables.tensors(), "open"} if saved else set())
         num_slots = saved["number"].numel() if saved else 0
         if saved:
             saved_state.require_valid_tables(name, saved, tables, num_slots)
