@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.params import slow_but
-from torchrl_replay_ext import EventSpec, Threshold
+from torchrl_replay_ext import EventSpec, Novel, Quantile, Threshold
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "torchrl_replay_ext" / "plugins"
@@ -218,11 +218,18 @@ def late(data):
     return data["step_count"].reshape(-1) > 3
 
 
-def test_a_condition_may_be_a_function():
-    condition = "{_target_: hydra.utils.get_method, path: tests.test_configs.late}"
-    overrides = event_tables(late=f"{{condition: {condition}, history: 3}}")
+@pytest.mark.parametrize(
+    ("value", "condition"),
+    [
+        ("{_target_: hydra.utils.get_method, path: tests.test_configs.late}", late),
+        ("{kind: quantile, key: [next, reward], q: 0.9}", Quantile(("next", "reward"), 0.9)),
+        ("{kind: novel, key: obs, times: 2}", Novel("obs", 2)),
+    ],
+)
+def test_a_condition_may_be_a_function_or_adapt(value, condition):
+    overrides = event_tables(late=f"{{condition: {value}, history: 3}}")
     buffer = instantiate(chosen(DQN, "event_table", instead=overrides).replay_buffer)
-    assert buffer.writer.tables.specs[1].condition is late
+    assert buffer.writer.tables.specs[1].condition == condition
 
 
 WRONG = {
@@ -260,6 +267,11 @@ WRONG = {
         "event_table",
         event_tables(late="{condition: {key: x, value: 1}, history: 3}"),
         r"events.late.condition={.*}\): .* missing 1 required .*'op'",
+    ),
+    "kind": (
+        "event_table",
+        event_tables(late="{condition: {kind: rare, key: x}, history: 3}"),
+        r"kind must be 'threshold', 'quantile' or 'novel'",
     ),
     "capacity": ("event_table", event_tables(capacity="{end: 9}"), "capacity names"),
     "eta": ("event_table", event_tables(eta="0.5"), r"eta=0.5\): must be a mapping"),

@@ -22,7 +22,9 @@ from torchrl_replay_ext import (
     EventTables,
     EventTableSampler,
     EventTableWriter,
+    Novel,
     ProportionalSampler,
+    Quantile,
     RankBasedSampler,
     ReaPERSampler,
     TrajectoryRetraceSampler,
@@ -312,3 +314,24 @@ def test_emptied_by_another_process():
     assert process.exitcode == 0 and len(buffer) == 0
     buffer.extend(rows([0, 0], done=[1]))
     assert buffer.writer.tables["end"].index().tolist() == [0, 1]
+
+
+def test_conditions_remember_what_another_process_wrote():
+    tables = EventTables(
+        [EventSpec("best", Quantile("x", 0.5), 1), EventSpec("new", Novel("x"), 1)], {"best": 20, "new": 20}
+    )
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=EventTableWriter(tables), batch_size=2)
+
+    def data(*x):
+        return TensorDict({"x": torch.tensor(x), "next": {"done": torch.zeros(len(x), 1, dtype=torch.bool)}}, [len(x)])
+
+    buffer.extend(data(1))
+    buffer.share()
+    context = torch.multiprocessing.get_context("spawn")
+    process = context.Process(target=TensorDictReplayBuffer.extend, args=(buffer, data(2, 9)))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    buffer.extend(data(2, 3, 1))
+    # the quantiles are 1, 1, 2, 2 and 2
+    assert tables["best"].index().tolist() == [1, 2, 4] and tables["new"].index().tolist() == [0, 1, 2, 4]

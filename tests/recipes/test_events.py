@@ -161,6 +161,17 @@ def test_q_columns_are_those_of_the_target_network():
     assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
+def test_events_that_adapt_need_nothing_from_the_environment(tmp_path):
+    events = "{best: {quantile: 0.5, history: 5, eta: 0.2}, new: {novel: 2, history: 5, eta: 0.2}}"
+    words = [word for word in TINY if "events" not in word]
+    config = composed("dqn", *words, "~env.events.at_gap", "~env.events.done", f"+env.events={events}")
+    assert not config.env.flags
+    assert dqn.train(config, tmp_path) == DONE
+    last = rows(tmp_path)[-1]
+    # all rewards are the same
+    assert int(float(last["sampler/size_best"])) == 0 and int(float(last["sampler/size_new"])) > 0
+
+
 def test_lunar_lander_conditions():
     lf, lm = "land_between_flags", "land_near_middle"
     #       x     y    vx vy θ ω left right

@@ -104,6 +104,7 @@ class Quantile(AdaptiveCondition):
         TypeError: if an argument has another type.
 
     Examples:
+        >>> from torchrl_replay_ext import EventSpec
         >>> best = EventSpec("best", Quantile(("next", "reward"), 0.99), history=50)
     """
 
@@ -160,6 +161,7 @@ class Novel(AdaptiveCondition):
         TypeError: if an argument has another type.
 
     Examples:
+        >>> from torchrl_replay_ext import EventSpec
         >>> border = EventSpec("border", Novel(("next", "observation"), resolution=0.1), history=50)
     """
 

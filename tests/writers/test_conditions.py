@@ -1,0 +1,266 @@
+"""Conditions of events that adapt to the transitions written before, against plain Python."""
+
+import copy
+import math
+from collections import Counter, deque
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.emulated_device import EmulatedDevice
+from tests.events import NaiveTables, scripted
+from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Novel, Quantile
+
+REWARD = ("next", "reward")
+SPECS = [
+    EventSpec("best", Quantile(REWARD, 0.9, window=50), 4),
+    EventSpec("new", Novel("observation", 2, resolution=0.25), 3),
+]
+
+
+class NaiveQuantile:
+    """Equal to ``Quantile``: the last numbers are sorted for each row."""
+
+    def __init__(self, condition):
+        self.q, self.recent = condition.q, deque(maxlen=condition.window)
+
+    def __call__(self, value):
+        if not math.isfinite(value):
+            return False
+        numbers = sorted(self.recent)
+        self.recent.append(value)
+        # the smallest number that at least q of all numbers do not exceed
+        least = next((x for i, x in enumerate(numbers) if i + 1 >= self.q * len(numbers)), math.inf)
+        return value > least
+
+
+class NaiveNovel:
+    """Equal to ``Novel``, with an exact count of each state."""
+
+    def __init__(self, condition):
+        self.times, self.resolution, self.seen = condition.times, condition.resolution, Counter()
+
+    def __call__(self, state):
+        if self.resolution is not None:
+            state = [math.floor(x / self.resolution) for x in state]
+        self.seen[tuple(state)] += 1
+        return self.seen[tuple(state)] <= self.times
+
+
+def make(retention="ring", size=60):
+    capacity = {"best": 20, "new": 30} | ({"default": size} if retention == "pinned" else {})
+    tables = EventTables(SPECS, capacity, retention=retention)
+    storage = LazyTensorStorage(size + 50 if retention == "pinned" else size)
+    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4), tables
+
+
+def occurs(condition, values, pieces=1):
+    """Whether the event occurs in each row, for rows that are written in pieces."""
+    memory = condition.memory()
+    return [x for part in values.chunk(pieces) for x in condition.detect(condition.signal(part).numpy(), memory)]
+
+
+def contents(rb, tables):
+    stored = rb.storage[:]["number"]
+    return {name: stored[tables[name].index()].tolist() for name in tables}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 300])
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_tables_are_those_of_plain_python_however_the_data_is_cut(retention, chunk):
+    rb, tables = make(retention)
+    capacity = dict(zip(tables.names, tables.most, strict=True))
+    naive = NaiveTables(
+        [(spec.name, spec.history, spec.name) for spec in SPECS],
+        {name: most for name, most in capacity.items() if most},
+        60 if retention == "ring" else None,
+    )
+    best, new = NaiveQuantile(SPECS[0].condition), NaiveNovel(SPECS[1].condition)
+    data = scripted(300, streams=3, seed=1)
+    for first in range(0, 300, chunk):
+        rb.extend(data[first : first + chunk].clone())
+    for row in data:
+        events = {"best": best(float(row[REWARD])), "new": new(row["observation"].tolist())}
+        naive.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
+    found = contents(rb, tables)
+    assert found.pop("default") == list(naive.default)
+    assert found == {name: list(expected) for name, expected in naive.tables.items()}
+    tables.check_valid()
+
+
+@pytest.mark.parametrize("saved", ["state_dict", "dumps", "copy"])
+def test_a_restored_buffer_remembers_what_the_saved_one_did(saved, tmp_path):
+    data = scripted(300, seed=2, p_done=1)
+    rb, tables = make()
+    rb.extend(data[:150].clone())
+    if saved == "copy":
+        other = copy.deepcopy(rb)
+    else:
+        other, _ = make()
+        # what the other one remembers is replaced
+        other.extend(scripted(40, seed=3))
+        if saved == "dumps":
+            rb.dumps(tmp_path)
+            other.loads(tmp_path)
+        else:
+            other.load_state_dict(copy.deepcopy(rb.state_dict()))
+    for each in (rb, other):
+        each.extend(data[150:].clone())
+    assert len(tables["best"]) > 5 and len(tables["new"]) > 5
+    assert contents(other, other.writer.tables) == contents(rb, tables)
+
+
+def test_an_emptied_buffer_forgets():
+    data = scripted(60, seed=4, p_done=1)
+    rb, tables = make()
+    rb.extend(scripted(60, seed=5))
+    rb.empty()
+    rb.extend(data.clone())
+    fresh, expected = make()
+    fresh.extend(data.clone())
+    assert contents(rb, tables) == contents(fresh, expected)
+
+
+def test_a_refused_write_is_not_remembered():
+    data = scripted(80, seed=6, p_done=1)
+    rb, tables = make()
+    rb.extend(data[:40].clone())
+    for change in (lambda rows: rows.set("number", rows["number"].float()), lambda rows: rows["next"].pop("done")):
+        rows = scripted(40, seed=7)
+        change(rows)
+        with pytest.raises((TypeError, KeyError)):
+            rb.extend(rows)
+    rb.extend(data[40:].clone())
+    fresh, expected = make()
+    fresh.extend(data.clone())
+    assert contents(rb, tables) == contents(fresh, expected)
+
+
+@pytest.mark.parametrize("q", [0.001, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("window", [1, 2, 7, 100])
+@pytest.mark.parametrize("ties", [False, True])
+def test_values_above_the_quantile(q, window, ties):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(400, 1, generator=generator)
+    if ties:
+        values = (2 * values).round()
+    values[::50] = torch.tensor([math.nan, math.inf] * 4).unsqueeze(1)
+    condition = Quantile("x", q, window)
+    naive = NaiveQuantile(condition)
+    expected = [naive(float(value)) for value in values]
+    assert occurs(condition, values) == occurs(condition, values, pieces=9) == expected
+
+
+def test_a_rare_reward_is_an_event_and_a_frequent_one_is_not():
+    rewards = (torch.arange(1000) % 20 == 19).long().unsqueeze(1)
+    assert occurs(Quantile("r", 0.9), rewards) == rewards.bool().flatten().tolist()
+    # once one value in twenty is 1, the quantile is 1
+    assert sum(occurs(Quantile("r", 0.99), rewards)) < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(("times", "resolution"), [(1, None), (3, None), (2, 2.0)])
+def test_states_are_counted(dtype, times, resolution):
+    states = torch.randint(0, 2 if dtype == torch.bool else 5, (400, 2, 2)).to(dtype)
+    condition = Novel("x", times, resolution)
+    naive = NaiveNovel(condition)
+    expected = [naive(state.flatten().tolist()) for state in states]
+    assert occurs(condition, states) == occurs(condition, states, pieces=9) == expected
+
+
+def test_states_that_differ_little_are_told_apart_and_zeros_are_equal():
+    states = torch.cat([torch.eye(300), torch.eye(300) + torch.eye(300) * 2.0**-20, torch.eye(300) / 2])
+    assert all(occurs(Novel("x"), states))
+    assert occurs(Novel("x"), torch.tensor([[0.0, 1.0], [-0.0, 1.0]])) == [True, False]
+    one_hot = torch.nn.functional.one_hot(torch.arange(900)).bool()
+    assert all(occurs(Novel("x"), one_hot))
+
+
+def test_a_sketch_misses_as_many_states_as_documented():
+    states = torch.arange(16_384).unsqueeze(1)
+    for width, missed in ((16_384, 1 / 6), (32_768, 1 / 40)):
+        late = torch.tensor(occurs(Novel("x", width=width), states)[-2_000:])
+        # the last of them; with conservative updates fewer
+        assert 0.2 * missed < 1 - late.float().mean() < 1.1 * missed
+    # a count is never too small
+    assert not any(occurs(Novel("x", width=64), states.repeat(2, 1))[16_384:])
+    assert sum(occurs(Novel("x", 254), torch.zeros(600, 1))) == 254
+
+
+def test_on_an_accelerator_events_are_the_same():
+    data = scripted(120, seed=8, p_done=1)
+    rb, tables = make()
+    rb.extend(data.clone())
+    with EmulatedDevice("torchrl_replay_ext") as device:
+        other = EventTables(SPECS, {"best": 20, "new": 30})
+        on_device = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(60, device="emulated"), writer=EventTableWriter(other), batch_size=4
+        )
+        on_device.extend(data.to("emulated"))
+        on_device.empty()
+        rows = data.to("emulated")
+        device.waits.clear()
+        on_device.extend(rows)
+        # one copy for all flags
+        assert sum(device.waits.values()) == 1, device.waits
+        assert {name: other[name].index().cpu().tolist() for name in other} == {
+            name: tables[name].index().tolist() for name in tables
+        }
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: Quantile(REWARD, 1), ValueError, r"q must be in \(0, 1\)"),
+        (lambda: Quantile(REWARD, "0.9"), TypeError, "q must be a number"),
+        (lambda: Quantile(REWARD, 0.9, 0), ValueError, "window must be an integer >= 1"),
+        (lambda: Quantile(3, 0.9), TypeError, "must be the name of an entry"),
+        (lambda: Novel("x", 0), ValueError, "times must be an integer >= 1"),
+        (lambda: Novel("x", 255), ValueError, "times must be at most 254"),
+        (lambda: Novel("x", resolution=0), ValueError, "resolution must be positive"),
+        (lambda: Novel("x", width=0.5), ValueError, "width must be an integer >= 1"),
+        (lambda: EventSpec("a", Novel("x"), 3, context=2), ValueError, "a Novel sees single transitions"),
+    ],
+)
+def test_bad_arguments(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_entries_that_do_not_fit():
+    rb, _ = make()
+    for key, entry in ((REWARD, torch.rand(9, 2)), (REWARD, None), ("observation", None)):
+        rows = scripted(9)
+        if entry is None:
+            rows = rows.exclude(key)
+            with pytest.raises(KeyError, match="the data has no entry"):
+                rb.extend(rows)
+        else:
+            with pytest.raises(ValueError, match="one value per transition"):
+                rb.extend(rows.set(key, entry))
+    assert not len(rb)
+
+
+def test_a_state_of_another_condition_is_refused():
+    rb, _ = make()
+    rb.extend(scripted(20))
+    state = rb.writer.state_dict()
+    specs = [EventSpec("best", Quantile(REWARD, 0.9, window=9), 4), SPECS[1]]
+    other = EventTableWriter(EventTables(specs, {"best": 20, "new": 30}))
+    with pytest.raises(ValueError, match=r"best.recent has shape \(50,\)"):
+        other.load_state_dict(state)
+    plain = [EventSpec("best", REWARD, 4), SPECS[1]]
+    with pytest.raises(ValueError, match="unexpected entries: best"):
+        EventTableWriter(EventTables(plain, {"best": 20, "new": 30})).load_state_dict(state)
+
+
+def test_the_rows_of_columns_are_read_in_the_order_of_time():
+    tables = EventTables([EventSpec("new", Novel("x"), 1)], {"new": 20})
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(20, ndim=2), writer=EventTableWriter(tables), batch_size=4)
+    x = torch.tensor([[1, 2], [1, 3], [3, 3], [4, 2]])
+    done = torch.zeros(4, 2, 1, dtype=torch.bool)
+    # the buffer takes [environments, steps]
+    rb.extend(TensorDict({"x": x, "next": {"done": done}}, [4, 2]).transpose(0, 1))
+    assert tables["new"].index().tolist() == [0, 1, 3, 6]
