@@ -47,7 +47,7 @@ def room_columns(config: EnvConfig, values: TargetValues, gamma: float) -> Calla
         return dict
     # Leave out the goal states: episodes end there, so their Q-values are never learned.
     states = (world.dynamics.next_state != np.arange(world.num_states)[:, None]).any(1)
-    observations, optimal = world.observations[states], torch.as_tensor(world.optimal_q(gamma)[states])
+    observations, optimal = world.observations[states], torch.as_tensor(world.dynamics.optimal_q(gamma)[states])
 
     def columns() -> dict[str, float]:
         q = values(observations).cpu()

@@ -1,7 +1,7 @@
 """Environments with two and three rooms in a row, from the SSET paper (sections 5.1, 5.2 and A.2).
 
 The agent observes its pose (x, y, θ) and turns or walks. The reward is 1 for reaching the goal, which ends the episode,
-and -0.1 for any other step. The dynamics are deterministic and tabulated: see `dynamics` and `optimal_q`.
+and -0.1 for any other step. The dynamics are deterministic and tabulated: see `dynamics`.
 
 The paper gives no sizes. In this implementation, the three rooms have 5x5 cells and an optimal path of 33 steps. The
 two rooms have 7x7 cells, with the gap at the top and the goal at the bottom: the way to the goal is not straight, and
@@ -24,7 +24,7 @@ SHAPING = ("gap", "manhattan_goal", "manhattan_gap", "right_wall", "left_wall")
 class Dynamics(NamedTuple):
     """Deterministic dynamics over integer states, read-only arrays [states, actions].
 
-    The states of the goal come last. Each leads to itself with reward 0, so its value is 0.
+    In the rooms, the states of the goal come last. Each leads to itself with reward 0, so its value is 0.
     """
 
     next_state: np.ndarray
@@ -32,7 +32,23 @@ class Dynamics(NamedTuple):
     reward: np.ndarray
     """Reward including shaping, float64."""
     terminal: np.ndarray
-    """Whether the next state is the goal, which is terminal; bool."""
+    """Whether the next state is terminal, as the goal is; bool."""
+
+    def optimal_q(self, gamma: float) -> np.ndarray:
+        """The optimal Q-values, the fixed point Q*(s, a) = r + γ max Q*(s', ·), computed by value iteration.
+
+        Args:
+            gamma: discount factor in [0, 1).
+
+        Returns:
+            float64 [states, actions].
+        """
+        discount = gamma * ~self.terminal
+        q = np.zeros(self.reward.shape)
+        while True:
+            previous, q = q, self.reward + discount * q.max(1)[self.next_state]
+            if np.abs(q - previous).max() <= 1e-12 * max(1.0, np.abs(q).max()):
+                return q
 
 
 class Rooms(gymnasium.Env):
@@ -112,23 +128,6 @@ class Rooms(gymnasium.Env):
     def pose_of(self, state: int) -> tuple[int, int, int]:
         """The pose (x, y, θ) of an integer state."""
         return *self._cells[state // 4], state % 4
-
-    def optimal_q(self, gamma: float) -> np.ndarray:
-        """The optimal Q-values, the fixed point Q*(s, a) = r + γ max Q*(s', ·), computed by value iteration.
-
-        Args:
-            gamma: discount factor in [0, 1).
-
-        Returns:
-            float64 [states, actions].
-        """
-        next_state, reward, terminal = self.dynamics
-        discount = gamma * ~terminal
-        q = np.zeros(reward.shape)
-        while True:
-            previous, q = q, reward + discount * q.max(1)[next_state]
-            if np.abs(q - previous).max() <= 1e-12 * max(1.0, np.abs(q).max()):
-                return q
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Place the agent at the start."""

@@ -123,7 +123,7 @@ def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
 def run(method: str, seed: int) -> list[float]:
     """Run a method; return the error of Q after every CHECK_INTERVAL steps."""
     world = make_world()
-    truth = world.optimal_q(DISCOUNT)
+    truth = world.dynamics.optimal_q(DISCOUNT)
     stream = make_stream(world, truth, seed)
     inner = slice(0, world.num_states - 4)
     q = np.zeros_like(truth).tolist()

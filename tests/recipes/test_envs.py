@@ -162,7 +162,7 @@ def test_the_tables_are_what_step_does(world):
 def test_optimal_values_and_path(world, states, length):
     env = world()
     assert env.num_states == states + 4
-    q = env.optimal_q(0.99)
+    q = env.dynamics.optimal_q(0.99)
     next_state, reward, terminal = env.dynamics
     np.testing.assert_allclose(q, reward + 0.99 * ~terminal * q.max(1)[next_state], atol=1e-10)
     env.reset()
@@ -177,7 +177,7 @@ def test_optimal_values_and_path(world, states, length):
     value = sum(0.99**t * r for t, r in enumerate(rewards))
     assert q[env.state_of(*env.START)].max() == pytest.approx(value)
     # With rewards of 0 and 1, the value is the discount for the steps left.
-    q = world(rewards=(1.0, 0.0)).optimal_q(0.9)
+    q = world(rewards=(1.0, 0.0)).dynamics.optimal_q(0.9)
     assert q[env.state_of(*env.START)].max() == pytest.approx(0.9 ** (length - 1))
 
 
@@ -187,7 +187,7 @@ def test_shaping_leaves_optimal_policies_as_they_are(world, shaping):
     plain, shaped = world(), world(shaping=shaping, gamma=0.95)
     phi = shaped.potential
     assert phi.min() == 0 and 0.9 < phi.max() <= 1 and not phi[-4:].any()
-    q, shaped_q = plain.optimal_q(0.95), shaped.optimal_q(0.95)
+    q, shaped_q = plain.dynamics.optimal_q(0.95), shaped.dynamics.optimal_q(0.95)
     # Ng et al.: Q*(s, a) becomes Q*(s, a) - φ(s), so that no action of a state gains on another.
     np.testing.assert_allclose(shaped_q, q - phi[:, None], atol=1e-9)
 

@@ -156,7 +156,7 @@ def test_q_columns_are_those_of_the_target_network():
         parameter.data.zero_()  # the network itself has nothing to do with it
     values = columns()
     assert values["q_sum"] == pytest.approx(q.sum(), rel=1e-5)
-    error = q - world.optimal_q(0.9)[:-4]
+    error = q - world.dynamics.optimal_q(0.9)[:-4]
     assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
     assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 

@@ -6,7 +6,7 @@ from recipes.experiments import sset_tabular
 
 def test_the_stream_is_that_of_the_seed():
     world = sset_tabular.make_world()
-    truth = world.optimal_q(sset_tabular.DISCOUNT)
+    truth = world.dynamics.optimal_q(sset_tabular.DISCOUNT)
     first, again, other = (sset_tabular.make_stream(world, truth, seed) for seed in (0, 0, 1))
     assert (first == again).all() and not (first == other).all()
     going_on = ~first["next", "done"][:-1]
@@ -18,7 +18,7 @@ def test_the_stream_is_that_of_the_seed():
 
 def test_learning_makes_the_update_of_q_learning():
     world = sset_tabular.make_world()
-    stream = sset_tabular.make_stream(world, world.optimal_q(sset_tabular.DISCOUNT), 2)[:50]
+    stream = sset_tabular.make_stream(world, world.dynamics.optimal_q(sset_tabular.DISCOUNT), 2)[:50]
     q = np.random.default_rng(0).random((world.num_states, 3))
     expected = q.copy()
     for row in stream:
