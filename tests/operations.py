@@ -754,6 +754,9 @@ class Driven:
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
+        if kind != "state_dict":
+            # padded rows are not saved
+            self.padded.clear()
         if self.reference is not None:
             self.reference.draws = Draws()
 
