@@ -20,7 +20,16 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.data import linear_policy
 from tests.events import NaiveTables
-from tests.reference import Draws, NaivePER, NaiveRanking, NaiveReaPER, NaiveRecency, NaiveSlices
+from tests.reference import (
+    Draws,
+    NaiveEpisodePER,
+    NaiveEpisodeRanking,
+    NaivePER,
+    NaiveRanking,
+    NaiveReaPER,
+    NaiveRecency,
+    NaiveSlices,
+)
 from tests.samplers.experience import Environments, Refuses, sorted_within, transitions
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -173,6 +182,10 @@ def slices(
 ) -> dict[str, Any]:
     uniform = {"sampler": "uniform", "reference": partial(NaiveSlices, pad=pad, length=own.slice_len, starts=starts)}
     parts = uniform if anchors is None else anchors(own, rng)
+    reference = parts["reference"]
+    if anchors is not None and starts == "episode" and reference is not None:
+        whole = {NaivePER: NaiveEpisodePER, NaiveRanking: NaiveEpisodeRanking}
+        reference = partial(whole[reference.func], **reference.keywords)
     sampler = TrajectoryRetraceSampler(
         own.capacity,
         slice_len=own.slice_len,
@@ -184,11 +197,11 @@ def slices(
         starts=starts,
         validate=own.validate and anchors is None,
     )
-    return {"sampler": sampler, "reference": parts["reference"]}
+    return {"sampler": sampler, "reference": reference}
 
 
 # draws by rank, which take any TD errors; pinned tables and frames that are stored once have these words in their names
-RANKED = ("rank", "tables, rank", "frames, slices")
+RANKED = ("rank", "tables, rank", "slices, whole, rank", "frames, slices")
 # add one line for each new sampler
 CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "proportional": proportional,
@@ -205,6 +218,8 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "slices": partial(slices, None),
     "slices, unpadded": partial(slices, None, pad=False),
     "slices, whole": partial(slices, None, starts="episode"),
+    "slices, whole, proportional": partial(slices, proportional, starts="episode"),
+    "slices, whole, rank": partial(slices, rank, starts="episode"),
     "slices, proportional": partial(slices, proportional),
     "slices, reaper": partial(slices, reaper),
     "frames": proportional,
@@ -754,6 +769,9 @@ class Driven:
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
+        if kind != "state_dict":
+            # padded rows are not saved
+            self.padded.clear()
         if self.reference is not None:
             self.reference.draws = Draws()
 

@@ -196,8 +196,8 @@ class NaiveRecency(NaiveReplay):
 class NaiveSlices(NaiveReplay):
     """All starts of slices have the same probability; with ``starts="episode"``, the first steps of episodes."""
 
-    def __init__(self, *, pad, length, starts="any"):
-        super().__init__()
+    def __init__(self, *, pad, length, starts="any", **choices):
+        super().__init__(**choices)
         self.pad, self.length, self.starts = pad, length, starts
         # the number of the write of the first step that the buffer got, by episode; and of the next rows that it does
         # not get, because later rows of the same call overwrite them
@@ -217,15 +217,18 @@ class NaiveSlices(NaiveReplay):
             self.first.setdefault(episode, self.writes)
         super().write(slot, episode, *ends)
 
-    def criterion(self) -> dict[int, float]:
-        shortest = 1 if self.pad else self.length
-        criterion = dict.fromkeys(self.transitions, 0.0)
+    def begins(self) -> list[int]:
+        """The slots where slices may begin."""
+        shortest, found = 1 if self.pad else self.length, []
         for episode, slots in self.episodes().items():
             begins = slots[: max(len(slots) + 1 - shortest, 0)]
             if self.starts == "episode":
                 begins = [slot for slot in begins if self.transitions[slot].written == self.first[episode]]
-            criterion |= dict.fromkeys(begins, 1.0)
-        return criterion
+            found += begins
+        return found
+
+    def criterion(self) -> dict[int, float]:
+        return dict.fromkeys(self.transitions, 0.0) | dict.fromkeys(self.begins(), 1.0)
 
 
 class NaiveRanking(NaiveReplay):
@@ -251,6 +254,31 @@ class NaiveRanking(NaiveReplay):
         """The upper half of the bits of |δ| as float32, by slot."""
         magnitudes = [self.transitions[slot].magnitude for slot in sorted(self.transitions)]
         return [struct.unpack("<I", struct.pack("<f", magnitude))[0] >> 16 for magnitude in magnitudes]
+
+
+class NaiveEpisodes(NaiveSlices):
+    """Slices begin at the first steps of episodes; the next class draws them, and it sees no other transitions.
+
+    A subclass inherits from this class and from that one.
+    """
+
+    def __init__(self, **choices):
+        super().__init__(pad=True, length=1, starts="episode", **choices)
+
+    def criterion(self) -> dict[int, float]:
+        everything = self.transitions
+        self.transitions = {slot: everything[slot] for slot in self.begins()}
+        criterion = super(NaiveSlices, self).criterion()
+        self.transitions = everything
+        return dict.fromkeys(everything, 0.0) | criterion
+
+
+class NaiveEpisodePER(NaiveEpisodes, NaivePER):
+    """P of the first steps of episodes ∝ d^alpha."""
+
+
+class NaiveEpisodeRanking(NaiveEpisodes, NaiveRanking):
+    """P of the first steps of episodes ∝ rank^-alpha; ranks among these steps."""
 
 
 class NaiveReaPER(NaiveReplay):

@@ -54,12 +54,13 @@ class PowerDistribution(Distribution):
         if slots is None:
             # float64, because above 1 the rounding of a float32 exceeds a unit of mass
             mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
-            self._tree.leaves[: self._size] = mass * (generation > 0)
+            self._tree.leaves[: self._size] = mass * self.is_drawable()
             self._tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
         priority = gather_in_bounds(priority, slots).abs()
         self._tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
+        self.leave_out(slots)
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         total = self._tree.total().double()
@@ -67,6 +68,9 @@ class PowerDistribution(Distribution):
             return Draw(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
         slots, mass = self._tree.draw(wanted.u)
         return Draw(slots, mass * (wanted.probability[0] / total))
+
+    def remove(self, slots: Tensor) -> None:
+        self._tree.write(slots, 0)
 
     def clear(self) -> None:
         self._tree.clear_()
@@ -79,8 +83,8 @@ class PowerDistribution(Distribution):
 
     def check_valid(self) -> None:
         self._tree.check_valid()
-        if bool(((self._tree.leaves[: self._size] > 0) & (self._log.generation == 0)).any()):
-            raise AssertionError(f"{type(self).__name__}: an empty slot can be drawn")
+        if bool(((self._tree.leaves[: self._size] > 0) & ~self.is_drawable()).any()):
+            raise AssertionError(f"{type(self).__name__}: a slot has a mass, but is empty or must not be drawn")
 
 
 def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
@@ -98,6 +102,8 @@ class Proportional(PowerDistribution):
         stratified: draw one slot from each of B segments of equal mass.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
+
+    can_be_restricted = True
 
     def __init__(
         self,

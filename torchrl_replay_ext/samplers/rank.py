@@ -42,6 +42,7 @@ class RankBased(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
+    can_be_restricted = True
     why_not_joint = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
 
     def __init__(
@@ -83,10 +84,10 @@ class RankBased(Distribution):
 
     def check_valid(self) -> None:
         check_alpha(self._table_alpha, self._alpha)
-        self._ranks.check_valid(self._priorities.of_slot, self._log.generation > 0)
+        self._ranks.check_valid(self._priorities.of_slot, self.is_drawable())
 
     def rebuild(self) -> None:
-        self._ranks.rebuild(self._priorities.of_slot, self._log.generation > 0)
+        self._ranks.rebuild(self._priorities.of_slot, self.is_drawable())
         self._tabulate(self._table_alpha.clone(), 0.0)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:

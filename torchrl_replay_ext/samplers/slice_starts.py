@@ -89,6 +89,7 @@ class SliceStarts(Distribution):
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # True for the first transition of each episode; empty if slices may begin anywhere
         self._firsts = torch.zeros(size if starts == "episode" else 0, dtype=torch.bool, device=self._device)
+        self.restricts_to = self._firsts if len(self._firsts) else None
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=self._device)
         state = self._time, self._next, self._recent, self._rows, self._run, self._firsts
@@ -141,19 +142,23 @@ class SliceStarts(Distribution):
 
     # --- draws
 
+    def require_start(self) -> None:
+        """Raise RuntimeError if no slice can begin. Not usable in graphs."""
+        raise_if(
+            lambda: self.starts.total() == 0,
+            lambda: RuntimeError(
+                f"{OWNER}(slice_len={self._slice_len}): no slice can begin. With pad=False, no stored episode has "
+                f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
+                "pad=True. With starts='episode', no first step of such an episode is stored; use a larger buffer."
+            ),
+            # on an accelerator only until there is a start for the first time
+            skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
+        )
+        self._had_starts = True
+
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
-            raise_if(
-                lambda: self.starts.total() == 0,
-                lambda: RuntimeError(
-                    f"{OWNER}(slice_len={self._slice_len}): no slice can begin. With pad=False, no stored episode has "
-                    f"{self._slice_len} consecutive steps; wait for longer episodes, or pass a smaller slice_len=, or "
-                    "pad=True. With starts='episode', no first step of such an episode is stored; use a larger buffer."
-                ),
-                # on an accelerator only until there is a start for the first time
-                skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
-            )
-            self._had_starts = True
+            self.require_start()
         return Draw(self.starts.sample(batch_size, generator=generator)[0])
 
     def sums(self) -> Sums:

@@ -66,6 +66,8 @@ class SlotState:
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
         self.observers = [observe(self.log) for observe in make_observers]
+        restrictions = [part.restricts_to for part in self.observers if part.restricts_to is not None]
+        self.distribution.restricted_to = restrictions[0] if restrictions else None
         # all parts that are updated at each write; the distribution is last, since the others may reject rows
         self._parts: list[WriteObserver] = [self.priorities, *self.distribution.parts, *self.observers]
         self._parts.append(self.distribution)
@@ -212,6 +214,7 @@ class SlotState:
             self._undo(slots, inserted)
             raise
         rows_record(*self._views(), slots.contiguous(), True)
+        self.distribution.leave_out(slots)
 
     def _undo(self, slots: Tensor, inserted: list[WriteObserver]) -> None:
         """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused."""

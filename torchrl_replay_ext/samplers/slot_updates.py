@@ -171,6 +171,7 @@ class SlotUpdates:
             if self._priorities.within_buffer:
                 self._priorities.recount(kept)
             self._distribution.update(kept, d)
+            self._distribution.leave_out(kept)
         if not in_graph:
             self._log.announce(None)
         self.step()

@@ -70,6 +70,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
       of a slice. TD errors of all real steps become priorities; if slices overlap, the last row of a slot wins. TD
       errors of padded rows have no effect. With TorchRL's own buffers, pass the flat batch to the update unchanged,
       whole or in slices: padded rows cannot be identified in a shuffled copy.
+    * ``starts="episode"`` with ``anchors``: only the first steps of episodes are drawn, by their priorities among each
+      other. So the TD error in the first row of a slice is the priority of the slice. For another one, such as the
+      largest TD error of the slice, write it to this row before the update. TD errors of other steps only count for the
+      priority of new transitions.
 
     :meth:`newest` returns the on-policy slices of Algorithm 1.
 
@@ -93,8 +97,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
         starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
-            of each episode, all equally likely, for recurrent networks that learn from the first step on. Requires
-            ``anchors="uniform"``.
+            of each episode, for recurrent networks that learn from the first step on. All are equally likely, or drawn
+            by priority if ``anchors`` is a ProportionalSampler or a RankBasedSampler; other anchors are refused.
         on_load: what becomes of unfinished episodes when a state is loaded, ``"truncate"`` (default) or ``"continue"``;
             see :class:`~torchrl_replay_ext.ReaPERSampler`.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
@@ -181,9 +185,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 )
             if validate:
                 raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
-            if starts == "episode":
+            if starts == "episode" and not anchors.distribution.can_be_restricted:
                 raise ValueError(
-                    f"{OWNER}(starts='episode'): anchors draw starts from all transitions; use anchors='uniform'."
+                    f"{OWNER}(starts='episode', anchors={anchors!r}): these anchors cannot be restricted to first "
+                    "steps of episodes; use 'uniform', ProportionalSampler or RankBasedSampler."
                 )
             if not pad:
                 raise ValueError(
@@ -242,7 +247,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        return self._slices(storage, *self.starts_sampler.draw(storage, batch_size // self.slice_len))
+        anchors = self.starts_sampler
+        is_restricted = anchors.distribution.restricted_to is not None
+        # an empty buffer has an error of its own
+        if is_restricted and not anchors.synchronize(storage) and not anchors.state.log.is_empty:
+            self._starts.require_start()
+        return self._slices(storage, *anchors.draw(storage, batch_size // self.slice_len))
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
