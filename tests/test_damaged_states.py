@@ -94,14 +94,13 @@ def damage(state: Any, rng: random.Random) -> tuple[str, str]:
 class Damaged(Driven):
     """Random operations on a buffer whose state was damaged; only indices and weights are checked."""
 
-    # the default
-    on_load = "truncate"
     # the model of event tables does not end the episodes that a load ends
     OPERATIONS = tuple(operation for operation in Driven.OPERATIONS if operation[1] != "go_on_with_a_copy")
     # key of the damaged entry
     damaged = ""
 
     def __init__(self, name: str, seed: int):
+        self.on_load = random.Random(seed).choice(["truncate", "continue"])
         super().__init__(name, seed)
         # the reference goes on in the middle of episodes
         self.reference = None

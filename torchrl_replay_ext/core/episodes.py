@@ -302,16 +302,23 @@ class EpisodeIndex:
             raise AssertionError("EpisodeIndex: the free records are wrong")
         if not torch.equal(self._lane_episode != self._none, self.lanes.is_open()):
             raise AssertionError("EpisodeIndex: the lanes with unfinished episodes are wrong")
+        # the position after the last transition of each lane
+        following = torch.arange(self.num_lanes, device=self.device) * self.span + self._lane_next % self.span
+        last = torch.full_like(following, -1).scatter_reduce_(0, position // self.span, number, "amax")
+        lanes = (last >= 0).nonzero().squeeze(1)
+        after = lanes * self.span + (position[last[lanes]] + 1) % self.span
+        if self.assigned and not torch.equal(following[lanes], after):
+            raise AssertionError("EpisodeIndex: the next position of a lane is wrong")
+        following[lanes] = after
+        start = self._start[going_on].to(torch.int64)
+        end = start // self.span * self.span + (start + count[going_on]) % self.span
+        if not torch.equal(end, following[self._lane_episode != self._none]):
+            raise AssertionError("EpisodeIndex: an unfinished episode is not the last one of its lane")
         if self._tree.page_table is not None:
             num_pages = len(self._pages) - 1
             held = _times(self._tree.page_table, num_pages + 1)[:-1]
             if int(held.max()) > 1 or not torch.equal(_is_free(self._pages), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")
-            following = torch.arange(self.num_lanes, device=self.device) * self.span + self._lane_next % self.span
-            last = torch.full_like(following, -1).scatter_reduce_(0, position // self.span, number, "amax")
-            lanes = (last >= 0).nonzero().squeeze(1)
-            if not torch.equal((position[last[lanes]] + 1) % self.span, following[lanes] % self.span):
-                raise AssertionError("EpisodeIndex: the next position of a lane is wrong")
             in_use = torch.cat([position, following[following % _PAGE != 0]]) // _PAGE
             has_page = torch.zeros_like(self._tree.page_table, dtype=torch.bool).index_fill_(0, in_use, True)
             if not torch.equal(self._tree.page_table != num_pages, has_page):
