@@ -81,6 +81,23 @@ def test_writes_go_on_after_a_refused_one():
     buffer.sampler.check_valid()
 
 
+@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
+@pytest.mark.parametrize(("num_streams", "of_anchors"), [(2, 3), (3, 2)])
+def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothing(num_streams, of_anchors):
+    anchors = ReaPERSampler(200, num_streams=of_anchors)
+    sampler = TrajectoryRetraceSampler(
+        200, slice_len=2, behaviour_keys=(), num_streams=num_streams, on_load="continue", anchors=anchors
+    )
+    buffer = buffer_with(sampler, 200, batch_size=4)
+    buffer.extend(rows(62, done=[30], ids=[0] * 31 + [1] * 31))
+    with pytest.raises(ValueError, match="num_streams=2"):
+        buffer.extend(rows(6, ids=[1, 2, 3] * 2))
+    sampler.check_valid()
+    buffer.extend(rows(40, ids=[1] * 40))
+    sampler.check_valid()
+    sampler.load_state_dict(sampler.state_dict())
+
+
 @pytest.mark.parametrize("compilable", [False, True])
 @pytest.mark.parametrize(
     ("sampler", "missing"),
@@ -392,6 +409,21 @@ def test_the_state_of_another_size_is_refused_and_changes_nothing(name):
             break
     with Refuses(used.buffer, ValueError, "load_state_dict"):
         used.buffer.sampler.load_state_dict(other.buffer.sampler.state_dict())
+
+
+@every_sampler
+def test_a_state_with_rows_that_the_storage_does_not_hold_is_refused(name):
+    used = driven(name)
+    state = copy.deepcopy(used.buffer.state_dict())
+    used.empty()
+    used.extend(2)
+    with Refuses(used.buffer, ValueError, "but the storage holds . rows. Load the states of one buffer"):
+        used.buffer.sampler.load_state_dict(state["_sampler"])
+    # a sampler that was not used with its storage yet does not know it; the first use is refused
+    other = used.make()
+    other.sampler.load_state_dict(state["_sampler"])
+    with pytest.raises(ValueError, match=r"Load the states of one buffer"):
+        other.extend(used.chunk(2)[1])
 
 
 @every_sampler

@@ -266,15 +266,27 @@ class EpisodeIndex:
             free.copy_(torch.arange(len(free), device=self.device))
         self._totals.rebuild_()
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if sums, counts, records or pages contradict each other. O(size)."""
+    def check_valid(self, oldest: int) -> None:
+        """Raise AssertionError if sums, counts, records, positions or pages contradict each other. O(size).
+
+        ``oldest``: the slot after the last write; from there on, the slots of the ring are in time order.
+        """
         self._tree.check_valid()
         self._totals.check_valid()
         self.lanes.check_valid()
         check_counts("EpisodeIndex", self._lane_next, self._updated_at)
-        record = self.episode.to(torch.int64)
-        stored = (record != self._none).nonzero().squeeze(1)
-        record, position = record[stored], self.positions(stored)
+        slots = (oldest + torch.arange(self.size, device=self.device)) % self.size
+        slots = slots[self.holds(slots)]
+        record, position = self.episode[slots].to(torch.int64), self.positions(slots)
+        count = _times(record, self._none + 1)
+        if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
+            raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
+        # of each transition, the number of earlier ones in its episode
+        number, order = torch.arange(len(slots), device=self.device), record.argsort(stable=True)
+        earlier = torch.empty_like(record).index_copy_(0, order, number - (count.cumsum(0) - count)[record[order]])
+        start = self._start[record].to(torch.int64)
+        if not torch.equal(position, start // self.span * self.span + (start + earlier) % self.span):
+            raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
         if position.unique().numel() != position.numel():
             raise AssertionError("EpisodeIndex: two slots have the same position")
         mass = self._tree.get(position)
@@ -284,23 +296,30 @@ class EpisodeIndex:
             raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
         if int(self._tree.total()) != int(mass.sum()):
             raise AssertionError("EpisodeIndex: an empty position has mass")
-        count = _times(record, self._none + 1)
-        if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
-            raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
         going_on = self._lane_episode[self._lane_episode != self._none]
         in_use = (count[:-1] > 0).index_fill(0, going_on, True)
         if not torch.equal(_is_free(self._records), ~in_use):
             raise AssertionError("EpisodeIndex: the free records are wrong")
         if not torch.equal(self._lane_episode != self._none, self.lanes.is_open()):
             raise AssertionError("EpisodeIndex: the lanes with unfinished episodes are wrong")
-        start = self._start[record].to(torch.int64)
-        before_start, upto = self._tree.prefix(torch.cat([start, position + 1])).chunk(2)
-        part = upto - before_start + (position < start) * self._lane_total[position // self.span]
-        whole = torch.zeros_like(per_record).scatter_reduce_(0, record, part, "amax")
-        if not torch.equal(whole, per_record):
-            raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
+        # the position after the last transition of each lane
+        following = torch.arange(self.num_lanes, device=self.device) * self.span + self._lane_next % self.span
+        last = torch.full_like(following, -1).scatter_reduce_(0, position // self.span, number, "amax")
+        lanes = (last >= 0).nonzero().squeeze(1)
+        after = lanes * self.span + (position[last[lanes]] + 1) % self.span
+        if self.assigned and not torch.equal(following[lanes], after):
+            raise AssertionError("EpisodeIndex: the next position of a lane is wrong")
+        following[lanes] = after
+        start = self._start[going_on].to(torch.int64)
+        end = start // self.span * self.span + (start + count[going_on]) % self.span
+        if not torch.equal(end, following[self._lane_episode != self._none]):
+            raise AssertionError("EpisodeIndex: an unfinished episode is not the last one of its lane")
         if self._tree.page_table is not None:
             num_pages = len(self._pages) - 1
             held = _times(self._tree.page_table, num_pages + 1)[:-1]
             if int(held.max()) > 1 or not torch.equal(_is_free(self._pages), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")
+            in_use = torch.cat([position, following[following % _PAGE != 0]]) // _PAGE
+            has_page = torch.zeros_like(self._tree.page_table, dtype=torch.bool).index_fill_(0, in_use, True)
+            if not torch.equal(self._tree.page_table != num_pages, has_page):
+                raise AssertionError("EpisodeIndex: the pages do not cover the positions in use")

@@ -166,9 +166,20 @@ class DistributionSampler(ShowsArguments, Sampler):
             self._set_up(layout)
             if state is not None:
                 self.load_state_dict(state)
+        self._require_rows_of(storage)
         self.layout, self._bound = layout, storage
         # named separately, because a distribution may be defined outside this package
         mark_static(vars(self), vars(self.distribution))
+
+    def _require_rows_of(self, storage: Storage) -> None:
+        """Raise ValueError if the state has rows that the storage does not hold."""
+        length = _torchrl.length(storage)
+        beyond = self.state.log.generation[length:].nonzero()
+        if len(beyond):
+            raise ValueError(
+                f"{self.owner}: the sampler's state has a row in slot {length + int(beyond[0])}, but the storage holds "
+                f"{length} rows. Load the states of one buffer, that of the storage first (rb.load_state_dict does)."
+            )
 
     def require_bound(self, storage: Storage | None) -> None:
         """Raise an error unless storage and sampler are set up and can be used in a graph."""
@@ -433,7 +444,14 @@ class DistributionSampler(ShowsArguments, Sampler):
         return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict` in place. ValueError if it does not fit; the state is then unchanged."""
+        """Restore a :meth:`state_dict` in place.
+
+        Load the storage first: a state with rows that the storage does not hold is refused, or, if the sampler was not
+        used with its storage yet, the first use is.
+
+        Raises:
+            ValueError: if the state does not fit; nothing is changed then.
+        """
         name = f"{self.owner}.load_state_dict"
         # a damaged state is found in a copy; on the CPU, where an index out of range is an error that can be caught
         trial = copy.deepcopy(self)
@@ -443,6 +461,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             trial.state.check_valid()
         except (AssertionError, IndexError, RuntimeError) as error:
             raise saved_state.contradiction(name, error) from error
+        if self._bound is not None:
+            trial._require_rows_of(self._bound)
         self._load(name, state_dict)
         mark_static(vars(self), vars(self.distribution))
 

@@ -223,8 +223,9 @@ class Reliability(WriteObserver):
             self._episodes.end_all()
 
     def check_valid(self) -> None:
-        self._episodes.check_valid()
-        slots = torch.arange(self._log.layout.size, device=self._log.layout.device)
+        layout = self._log.layout
+        self._episodes.check_valid((int(self._log.last_seen_step) + 1) % layout.steps * layout.slots_per_step)
+        slots = torch.arange(layout.size, device=layout.device)
         if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
             raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
 

@@ -68,9 +68,10 @@ class SlotState:
         self.observers = [observe(self.log) for observe in make_observers]
         restrictions = [part.restricts_to for part in self.observers if part.restricts_to is not None]
         self.distribution.restricted_to = restrictions[0] if restrictions else None
-        # all parts that are updated at each write; the distribution is last, since the others may reject rows
-        self._parts: list[WriteObserver] = [self.priorities, *self.distribution.parts, *self.observers]
-        self._parts.append(self.distribution)
+        # All parts that are updated at each write. Parts may reject rows, and those before then remove them again. Sums
+        # of episodes lose only their oldest rows, so the parts of the distribution follow the observers.
+        parts = self.priorities, *self.observers, *self.distribution.parts, self.distribution
+        self._parts: list[WriteObserver] = [*parts]
         # True if the order of the writes matters to a part
         self.needs_order = any(part.needs_order for part in self._parts)
         self.updates.hyperparameters_changed()
