@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from typing import overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -114,26 +113,13 @@ class SumTree:
         self.largest_mass = 2**62 // min(capacity, self.leaves.shape[0])
         self.max_supported_priority = float(self.largest_mass // self.UNIT)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the tree consists of."""
-        return [self.leaves, self.nodes, self.minima, self.pages]
+    def powers(self, alpha: Tensor) -> PowerMasses:
+        """The masses as powers d^alpha of priorities d; ``alpha``: the exponent first, float64."""
+        return PowerMasses(self.leaves, self.nodes, self.minima, self.pages, self.capacity, alpha)
 
-    @overload
     @classmethod
-    def to_mass(cls, priority: float) -> int: ...
-    @overload
-    @classmethod
-    def to_mass(cls, priority: Tensor) -> Tensor: ...
-    @overload
-    @classmethod
-    def to_mass(cls, priority: Array) -> Array: ...
-    @classmethod
-    def to_mass(cls, priority: Array) -> Array:
+    def to_mass(cls, priority: Tensor) -> Tensor:
         """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
-        if isinstance(priority, float):
-            return math.ceil(priority * cls.UNIT)
-        if isinstance(priority, np.ndarray):
-            return np.ceil(priority * cls.UNIT).astype(np.int64)
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
     def get(self, index: Array) -> Tensor:
@@ -282,6 +268,26 @@ class SumTree:
             raise AssertionError("SumTree: a sum does not agree with the leaves")
         if not torch.equal(self.minima, expected.minima):
             raise AssertionError("SumTree: a minimum does not agree with the leaves")
+
+
+class PowerMasses(NamedTuple):
+    """The masses d^alpha of a sum tree, which the kernels of writes and updates change together with the priorities d.
+
+    The fields are arguments of :func:`torchrl_replay_ext.kernels.rows.record` and ``update``.
+    """
+
+    leaves: Tensor
+    nodes: Tensor
+    minima: Tensor
+    pages: Tensor
+    capacity: int
+    alpha: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> PowerMasses:
+        """What kernels take if there is no such tree: no leaves."""
+        leaves, nodes, minima, pages = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(4))
+        return cls(leaves, nodes, minima, pages, 0, torch.empty(0, dtype=torch.float64, device=device))
 
 
 class MaxTree:

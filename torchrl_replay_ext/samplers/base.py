@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, uniform
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.samplers.rows import RowView
@@ -103,9 +104,8 @@ class Distribution(WriteObserver, ABC):
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # a tree of d^α that the kernels of writes and updates change too: its tensors, the number of leaves, and a tensor
-    # that begins with α; empty without such a tree
-    power_parts: Sequence[Tensor | int] = ()
+    # masses d^α that the kernels of writes and updates set, so that no method has to; None: there are none
+    power_masses: PowerMasses | None = None
     # further state that is updated at each write, before this one
     parts: Sequence[WriteObserver] = ()
     _log: WriteLog

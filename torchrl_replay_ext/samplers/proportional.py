@@ -26,7 +26,7 @@ MAX_PRIORITY = 1e30
 class PowerDistribution(Distribution):
     """Base class of distributions that draw from a sum tree of the masses d^α.
 
-    The kernels of writes and updates change the masses.
+    The kernels of writes and updates set the masses, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
 
     Args:
         log, priorities: the state of the slots.
@@ -40,7 +40,7 @@ class PowerDistribution(Distribution):
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._size = log.layout.size
         self._tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
-        self.power_parts = *self._tree.tensors(), self._size, alpha.tensor
+        self.power_masses = self._tree.powers(alpha.tensor)
 
     @property
     def max_supported_priority(self) -> float:

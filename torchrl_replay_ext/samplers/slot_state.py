@@ -14,6 +14,7 @@ from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
@@ -58,13 +59,10 @@ class SlotState:
         self.log = WriteLog(layout)
         self.priorities = make_priorities(self.log)
         self.distribution = make(self.log, self.priorities)
-        # the tree of d^α that the kernels of writes and updates change too; no leaves if there is none
-        nothing = (torch.empty(0, dtype=torch.int64, device=layout.device) for _ in range(4))
-        no_tree = *nothing, 0, torch.empty(0, dtype=torch.float64, device=layout.device)
-        tree = self.distribution.power_parts or no_tree
-        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, tree, hyperparameters)
+        masses = self.distribution.power_masses or PowerMasses.none(layout.device)
+        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
-        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
+        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *masses)
         self.observers = [observe(self.log) for observe in make_observers]
         # all parts that are updated at each write; the distribution is last, since the others may reject rows
         self._parts: list[WriteObserver] = [self.priorities, *self.distribution.parts, *self.observers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
@@ -70,7 +70,7 @@ class SlotUpdates:
     Args:
         owner: class name of the sampler, for error messages.
         log, priorities, distribution: the state to update.
-        tree: see :attr:`Distribution.power_parts`.
+        masses: see :attr:`Distribution.power_masses`.
         hyperparameters: hyperparameters of the sampler, by name; their schedules count updates.
     """
 
@@ -80,7 +80,7 @@ class SlotUpdates:
         log: WriteLog,
         priorities: Priorities,
         distribution: Distribution,
-        tree: Sequence[Tensor | int],
+        masses: PowerMasses,
         hyperparameters: dict[str, Hyperparameter],
     ):
         self._owner, self._layout, self._log = owner, log.layout, log
@@ -92,7 +92,7 @@ class SlotUpdates:
         self._views = Views(
             *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
             *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
-            *tree,
+            *masses,
             self.counts[:0].clone(),
         )
         # the slots of the last padded draws, and their real rows
