@@ -1,4 +1,4 @@
-"""The state of a sampler for the slots of its buffer, updated at each write and priority update."""
+"""The state of a sampler, and what a write to the buffer changes in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, out_of_range
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
@@ -20,17 +20,16 @@ from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
+from torchrl_replay_ext.samplers.priority_updates import PriorityUpdates
 from torchrl_replay_ext.samplers.rows import RowView
-from torchrl_replay_ext.samplers.slot_index import out_of_range
-from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
 
 MakePriorities = Callable[[WriteLog], Priorities]
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
 
 
-class SlotState:
-    """The write log, the priorities, the distribution and the updates of the slots of one buffer.
+class SamplerState:
+    """The write log, the priorities, the distribution and further state that follows the writes to one buffer.
 
     Args:
         owner: class name of the sampler, for error messages.
@@ -60,7 +59,7 @@ class SlotState:
         self.priorities = make_priorities(self.log)
         self.distribution = make(self.log, self.priorities)
         masses = self.distribution.power_masses or PowerMasses.none(layout.device)
-        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
+        self.updates = PriorityUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *masses)
         self.observers = [observe(self.log) for observe in make_observers]

@@ -1,4 +1,4 @@
-"""Priority updates of the slots of a buffer."""
+"""Applies the TD errors of a priority update."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.layout import out_of_range
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.base import Distribution
-from torchrl_replay_ext.samplers.slot_index import out_of_range
 
 # Stands for a TD error that is missing. TorchRL's buffers pass it for rows that they add and for samples without TD
 # errors. It is negative, and no TD error.
@@ -61,7 +61,7 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
     return error.expand(count)
 
 
-class SlotUpdates:
+class PriorityUpdates:
     """Applies TD errors to the slots of one buffer, except rows whose slot was overwritten after the draw.
 
     In eager code on the CPU, and on accelerators with ``layout.validate``, invalid rows raise errors. In graphs and on
