@@ -26,9 +26,8 @@ from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import ShardRows, Sums
 from torchrl_replay_ext.samplers.priority_updates import NO_TD_ERROR, td_errors
 from torchrl_replay_ext.samplers.sampler_state import MakeDistribution, MakeObserver, SamplerState
-from torchrl_replay_ext.samplers.signature import ShowsArguments
 from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fitting_items
-from torchrl_replay_ext.samplers.wrapper import delegated
+from torchrl_replay_ext.samplers.wrapper import ShowsArguments, delegated
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,8 @@ class Distribution(WriteObserver, ABC):
     settings: tuple[str, ...] = ()
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
+    # draws the random numbers of draws by mass: uniform or stratified
+    draw_numbers: Callable[..., Tensor] = staticmethod(uniform)
     # True if joint draws only propose rows, and some are rejected
     rejects = False
     # masses d^α that the kernels of writes and updates set, so that no method has to; None: there are none
@@ -153,7 +155,8 @@ class Distribution(WriteObserver, ABC):
             float64 [tables].
         """
         table = torch.zeros(num_rows, dtype=torch.int64)
-        return table, uniform(num_rows, device=table.device, generator=generator), torch.ones(1, dtype=torch.float64)
+        u = self.draw_numbers(num_rows, device=table.device, generator=generator)
+        return table, u, torch.ones(1, dtype=torch.float64)
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         """Draw the rows of a joint draw that lie in this shard.

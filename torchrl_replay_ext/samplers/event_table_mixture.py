@@ -14,8 +14,6 @@ from torchrl_replay_ext.compilation import (
     gather_in_bounds,
     is_traced,
     random_seed,
-    scalar,
-    scatter_in_bounds,
     uniform,
     where_int64,
 )
@@ -209,7 +207,7 @@ class EventTableMixture(Distribution):
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
         if self.takes_priorities:
             # the masses are computed from d before the write is recorded
-            scatter_in_bounds(self._priorities.of_slot, rows.slots_as_index, -scalar(priority))
+            self._priorities.of_slot[slots] = -priority.float()
         self._follow(slots)
 
     def remove(self, slots: Tensor) -> None:

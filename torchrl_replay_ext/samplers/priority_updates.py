@@ -89,6 +89,7 @@ class PriorityUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
+        # the first arguments of rows.update, and an array that stands for those that are missing
         self._views = Views(
             *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
             *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),

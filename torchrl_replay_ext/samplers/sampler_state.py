@@ -60,6 +60,7 @@ class SamplerState:
         self.distribution = make(self.log, self.priorities)
         masses = self.distribution.power_masses or PowerMasses.none(layout.device)
         self.updates = PriorityUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
+        # the first arguments of rows.record
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
         self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *masses)
         self.observers = [observe(self.log) for observe in make_observers]
@@ -152,7 +153,7 @@ class SamplerState:
         self._knows_storage = True
         if is_first and storage is not None and _torchrl.length(storage) > slots.shape[0]:
             self.ingest(storage, (write.last + 1) % self.layout.steps)
-        elif self.needs_order and self.log.is_rewrite(slots.shape[0], write):
+        elif self.needs_order and self.log.is_rewrite(slots, write):
             self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
         else:
             self._append(slots, write, storage)

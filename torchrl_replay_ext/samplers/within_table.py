@@ -155,7 +155,7 @@ class ByReliability(EventTableMixture):
 
     @property
     def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._reliability.max_supported_priority)
+        return min(super().max_supported_priority, self._reliability.episodes.max_supported_priority)
 
     def _draw_entries(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
@@ -186,8 +186,5 @@ class ByReliability(EventTableMixture):
         self._rejection.check_valid()
 
     def stats(self) -> dict[str, Tensor]:
-        return super().stats() | {
-            "acceptance_rate": (self._rejection.acceptance() * self._eta).sum(),
-            "reliability_mean": self._reliability.mean(),
-            "interrupted": self._reliability.interrupted(),
-        }
+        rate = (self._rejection.acceptance() * self._eta).sum()
+        return super().stats() | {"acceptance_rate": rate, **self._reliability.stats()}
