@@ -118,9 +118,10 @@ class EpisodeIndex:
         # the arguments ``memory`` and ``arrays`` of kernels.episodes
         self._memory = Views(self._lane_episode, self._lane_next, self._count, self._records, self._pages)
         self._sums = Views(
-            *(self._tree.leaves, self._tree.nodes, self._tree.pages, positions + (_PAGE if assigned else 0)),
+            *(self._tree.leaves, self._tree.nodes, self._tree.pages, self._tree.capacity),
             *(self._position, num_lanes, self.span, self._lane_total),
-            *(self.episode, self._start, self._finished, self._updated_at, *self._episode_sums.tensors()),
+            *(self.episode, self._start, self._finished, self._updated_at),
+            *(self._episode_sums.leaves, self._episode_sums.nodes),
         )
 
     def largest_total(self) -> int:

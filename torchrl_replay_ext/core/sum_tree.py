@@ -294,10 +294,6 @@ class MaxTree:
         self.capacity = capacity
         self.leaves, self.nodes = allocate(capacity, device)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the tree consists of."""
-        return [self.leaves, self.nodes]
-
     def refresh(self, index: Tensor) -> None:
         """Recompute the maxima above the leaves ``index`` [n]; an index outside [0, capacity) is skipped."""
         tree_refresh_maxima(self.leaves, self.nodes, self.capacity, _numbers(index))

@@ -285,11 +285,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.distribution.note_other_shards(largest_episode)
 
     @property
-    def largest_priority(self) -> float:
-        """The priority d of new transitions."""
-        return self.state.priorities.largest.item()
-
-    @property
     def largest_td_error(self) -> float:
         """The largest TD error that an update may contain."""
         priorities = self.state.priorities
@@ -312,10 +307,6 @@ class DistributionSampler(ShowsArguments, Sampler):
             hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
         self.state.updates.hyperparameters_changed()
         self.distribution.reweight(None)
-
-    def count_update(self) -> None:
-        """Count an update of which no row lies in this shard, so that schedules advance alike in all shards."""
-        self.state.updates.step()
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Tensor, dict[str, Any]]:

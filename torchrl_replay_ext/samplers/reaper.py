@@ -183,7 +183,7 @@ class Reliability(WriteObserver):
 
     def factor(self, slots: Tensor) -> Tensor:
         """R^ω of ``slots`` [n], float64 [n]."""
-        return self.of(slots) ** self.omega.current()
+        return self.of(slots) ** self.omega.tensor[0]
 
     def arrays(self) -> list[Array]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
