@@ -102,7 +102,7 @@ class Distribution(WriteObserver, ABC):
     settings: tuple[str, ...] = ()
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
-    # draws the random numbers of draws by mass: uniform or stratified
+    # makes the random numbers of a draw, in [0, 1): independent or stratified ones
     draw_numbers: Callable[..., Tensor] = staticmethod(uniform)
     # True if joint draws only propose rows, and some are rejected
     rejects = False

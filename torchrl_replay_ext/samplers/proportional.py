@@ -108,7 +108,8 @@ class Proportional(PowerDistribution):
         stratified: bool,
         weight_norm: WeightNorm,
     ):
-        self.draw_numbers, self._tracks_min = stratified_uniform if stratified else uniform, weight_norm == "buffer"
+        self.draw_numbers = stratified_uniform if stratified else uniform
+        self._tracks_min = weight_norm == "buffer"
         super().__init__(log, priorities, alpha, track_min=self._tracks_min)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
