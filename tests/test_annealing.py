@@ -39,23 +39,23 @@ def test_set_restarts():
     hyperparameter = beta(Anneal(0.0, 1.0, 2))
     hyperparameter.step()
     hyperparameter.set(Anneal(1.0, 3.0, 2))
-    assert hyperparameter.current() == 1.0
+    assert hyperparameter.value == 1.0
     hyperparameter.step()
-    assert hyperparameter.current() == 2.0
+    assert hyperparameter.value == 2.0
     hyperparameter.set(5.0)
     hyperparameter.step()
-    assert hyperparameter.current() == 5.0
+    assert hyperparameter.value == 5.0
 
 
 @pytest.mark.parametrize(
     ("value", "limit"), [(1.0000000015, 1.0), (1 + 2**-23, 1.0), (torch.tensor(-3e-8), 0.0), (np.float32(-1e-7), 0.0)]
 )
 def test_a_limit_that_is_exceeded_by_rounding_is_the_limit(value, limit):
-    assert beta(value, high=1.0).current() == limit
+    assert beta(value, high=1.0).value == limit
     schedule = beta(Anneal(0.5, value, 2), high=1.0)
     for _ in range(3):
         schedule.step()
-    assert schedule.current() == limit
+    assert schedule.value == limit
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_refused_value_changes_nothing(value):
         hyperparameter.set(value)
     assert torch.equal(hyperparameter.state(), state)
     hyperparameter.step()
-    assert hyperparameter.current() == 0.5
+    assert hyperparameter.value == 0.5
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 9])
@@ -90,7 +90,7 @@ def test_state_round_trips(steps):
     assert state.dtype == torch.float64
     restored.load(state.clone())
     for _ in range(8):
-        assert restored.current() == original.current()
+        assert restored.value == original.value
         assert torch.equal(restored.state(), original.state())
         original.step()
         restored.step()

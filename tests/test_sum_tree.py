@@ -99,14 +99,6 @@ class TreeAgainstList(RuleBasedStateMachine):
         for i in index:
             self.masses[i] = mass
 
-    @precondition(lambda self: not self.paged)
-    @rule(data=st.data(), mass=st.integers(0, 2**40))
-    def write_slice(self, data, mass):
-        begin = data.draw(st.integers(0, len(self.masses) - 1))
-        end = data.draw(st.integers(begin + 1, len(self.masses)))
-        self.tree.write(slice(begin, end), mass)
-        self.masses[begin:end] = [mass] * (end - begin)
-
     @rule(data=st.data())
     def change_leaves_and_rebuild(self, data):
         if not self.paged:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import ROUNDING, as_number, shown, within_limits
-from torchrl_replay_ext.compilation import values_can_be_read
 from torchrl_replay_ext.kernels.ops import Views
 
 
@@ -98,11 +97,6 @@ class Hyperparameter:
     def value(self) -> Tensor:
         """The value, float64 []."""
         return self._state[0]
-
-    def current(self) -> float | Tensor:
-        """The value as a number; in a compiled graph as a tensor."""
-        # on the CPU a list is read faster than an element
-        return self._state.tolist()[0] if values_can_be_read(self._state) else self.value
 
     def step(self) -> None:
         """Count one update of a schedule and set the value that it has after it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,33 +137,18 @@ def where_int64(condition: Tensor, yes: Tensor | int, no: Tensor | int) -> Tenso
     return torch.where(condition, yes, no)
 
 
-def gather_in_bounds(source: Tensor, index: Array) -> Array:
-    """``source[index]`` for an index within bounds, of any shape; a NumPy array for an index of ``as_index``.
+def gather_in_bounds(source: Tensor, index: Tensor) -> Tensor:
+    """``source[index]`` for an index within bounds, of any shape.
 
     Compiled code checks the bounds at each access, which takes longer than the access. Clamping is faster.
     """
-    if isinstance(index, np.ndarray):
-        return source.numpy().take(index, 0)
-    if isinstance(index, slice):
-        return source.numpy()[index]
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.aten._unsafe_index(source, [index.clamp(0, source.shape[0] - 1)])
     return source.index_select(0, index) if index.ndim == 1 else source[index]
 
 
-def scatter_in_bounds(destination: Tensor, index: Array, values: Array | float) -> None:
-    """``destination[index] = values`` in place, for an index [n] within bounds.
-
-    See :func:`gather_in_bounds`. The values are [n, ...], [1] or one number, in any dtype. With an index of
-    ``as_index`` on the CPU, the last one of duplicates wins.
-    """
-    if not isinstance(index, Tensor):
-        destination.numpy()[index] = values
-        return
-    if not isinstance(values, Tensor):
-        destination.index_fill_(0, index, values)
-        return
-    values = values.to(destination.dtype).expand(len(index), *destination.shape[1:])
+def scatter_in_bounds(destination: Tensor, index: Tensor, values: Tensor) -> None:
+    """``destination[index] = values`` [n] in place, for an index [n] within bounds; see :func:`gather_in_bounds`."""
     if torch.compiler.is_dynamo_compiling():
         index = index.clamp(0, destination.shape[0] - 1)
         destination.copy_(torch.ops.aten._unsafe_index_put(destination, [index], values))

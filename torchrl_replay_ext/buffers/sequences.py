@@ -12,7 +12,7 @@ from torchrl.data.replay_buffers import Sequence
 
 from torchrl_replay_ext._torchrl import next_step, shape_and_device, stored_data
 from torchrl_replay_ext.compilation import gather_in_bounds, where_int64
-from torchrl_replay_ext.samplers.slot_index import row_major
+from torchrl_replay_ext.core.layout import row_major
 
 _OWNER = "CompilableReplayBuffer(sample_unit=Sequence(...))"
 

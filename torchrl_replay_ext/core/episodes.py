@@ -104,7 +104,7 @@ class EpisodeIndex:
         # the record of each slot
         self.episode = full(size, records, narrow)
         # of each record: the sum of its masses, the position of its first transition, and the number of transitions
-        self._totals = MaxTree(records + 1, device=device)
+        self._episode_sums = MaxTree(records + 1, device=device)
         self._start = full(records + 1, 0, narrow)
         self._count = full(records + 1, 0, narrow)
         # the number of writes when the episode was last updated or ended; transitions written later are new
@@ -118,14 +118,15 @@ class EpisodeIndex:
         # the arguments ``memory`` and ``arrays`` of kernels.episodes
         self._memory = Views(self._lane_episode, self._lane_next, self._count, self._records, self._pages)
         self._sums = Views(
-            *(self._tree.leaves, self._tree.nodes, self._tree.pages, positions + (_PAGE if assigned else 0)),
+            *(self._tree.leaves, self._tree.nodes, self._tree.pages, self._tree.capacity),
             *(self._position, num_lanes, self.span, self._lane_total),
-            *(self.episode, self._start, self._finished, self._updated_at, *self._totals.tensors()),
+            *(self.episode, self._start, self._finished, self._updated_at),
+            *(self._episode_sums.leaves, self._episode_sums.nodes),
         )
 
     def largest_total(self) -> int:
         """The largest sum of the masses of an episode."""
-        return int(self._totals.max())
+        return int(self._episode_sums.max())
 
     def holds(self, slots: Tensor) -> Tensor:
         """True where a slot of ``slots`` [n] belongs to an episode, bool [n]."""
@@ -223,7 +224,7 @@ class EpisodeIndex:
         state = {
             "masses": self._tree.leaves,
             "episode": self.episode,
-            "totals": self._totals.leaves,
+            "totals": self._episode_sums.leaves,
             "start": self._start,
             "count": self._count,
             "updated_at": self._updated_at,
@@ -245,7 +246,7 @@ class EpisodeIndex:
     def rebuild_(self) -> None:
         """Recompute the trees after their leaves were overwritten."""
         self._tree.rebuild_()
-        self._totals.rebuild_()
+        self._episode_sums.rebuild_()
 
     def clear_(self) -> None:
         """Remove all content, and forget all trajectories."""
@@ -257,14 +258,14 @@ class EpisodeIndex:
         if self._tree.page_table is not None:
             self._tree.page_table.fill_(len(self._pages) - 1)
             self._position.fill_(self.num_lanes * self.span)
-        zeros = [self._totals.leaves, self._start, self._count, self._updated_at, self._finished]
+        zeros = [self._episode_sums.leaves, self._start, self._count, self._updated_at, self._finished]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
         for field in (self.episode, self._lane_episode):
             field.fill_(self._none)
         for free in (self._records, self._pages):
             free.copy_(torch.arange(len(free), device=self.device))
-        self._totals.rebuild_()
+        self._episode_sums.rebuild_()
 
     def check_valid(self, oldest: int) -> None:
         """Raise AssertionError if sums, counts, records, positions or pages contradict each other. O(size).
@@ -272,7 +273,7 @@ class EpisodeIndex:
         ``oldest``: the slot after the last write; from there on, the slots of the ring are in time order.
         """
         self._tree.check_valid()
-        self._totals.check_valid()
+        self._episode_sums.check_valid()
         self.lanes.check_valid()
         check_counts("EpisodeIndex", self._lane_next, self._updated_at)
         slots = (oldest + torch.arange(self.size, device=self.device)) % self.size
@@ -290,9 +291,9 @@ class EpisodeIndex:
         if position.unique().numel() != position.numel():
             raise AssertionError("EpisodeIndex: two slots have the same position")
         mass = self._tree.get(position)
-        per_record = torch.zeros_like(self._totals.leaves).index_add_(0, record, mass)
+        per_record = torch.zeros_like(self._episode_sums.leaves).index_add_(0, record, mass)
         per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // self.span, mass)
-        if not torch.equal(per_record, self._totals.leaves) or not torch.equal(per_lane, self._lane_total):
+        if not torch.equal(per_record, self._episode_sums.leaves) or not torch.equal(per_lane, self._lane_total):
             raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
         if int(self._tree.total()) != int(mass.sum()):
             raise AssertionError("EpisodeIndex: an empty position has mass")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from typing import overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +38,10 @@ def read_root(nodes: Tensor) -> Tensor:
     return value[0]
 
 
-def _numbers(values: Array | int, device: torch.device) -> Array:
+def _numbers(values: Tensor) -> Tensor:
     """int64 numbers [n] as kernels take them."""
-    if isinstance(values, Tensor):
-        # a conversion that changes nothing takes as long as a kernel of 32 rows
-        return (values if values.dtype == torch.int64 else values.to(torch.int64)).contiguous()
-    if isinstance(values, np.ndarray):
-        return np.ascontiguousarray(values, np.int64)
-    if isinstance(values, slice):
-        return torch.arange(values.start, values.stop, device=device)
-    return torch.full((1,), values, dtype=torch.int64, device=device)
+    # a conversion that changes nothing takes as long as a kernel of 32 rows
+    return (values if values.dtype == torch.int64 else values.to(torch.int64)).contiguous()
 
 
 class SumTree:
@@ -114,31 +107,18 @@ class SumTree:
         self.largest_mass = 2**62 // min(capacity, self.leaves.shape[0])
         self.max_supported_priority = float(self.largest_mass // self.UNIT)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the tree consists of."""
-        return [self.leaves, self.nodes, self.minima, self.pages]
+    def powers(self, alpha: Tensor) -> PowerMasses:
+        """The masses as powers d^alpha of priorities d; ``alpha``: the exponent first, float64."""
+        return PowerMasses(self.leaves, self.nodes, self.minima, self.pages, self.capacity, alpha)
 
-    @overload
     @classmethod
-    def to_mass(cls, priority: float) -> int: ...
-    @overload
-    @classmethod
-    def to_mass(cls, priority: Tensor) -> Tensor: ...
-    @overload
-    @classmethod
-    def to_mass(cls, priority: Array) -> Array: ...
-    @classmethod
-    def to_mass(cls, priority: Array) -> Array:
+    def to_mass(cls, priority: Tensor) -> Tensor:
         """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
-        if isinstance(priority, float):
-            return math.ceil(priority * cls.UNIT)
-        if isinstance(priority, np.ndarray):
-            return np.ceil(priority * cls.UNIT).astype(np.int64)
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
-    def get(self, index: Array) -> Tensor:
+    def get(self, index: Tensor) -> Tensor:
         """Masses of the leaves ``index`` [n], int64 [n]; 0 outside [0, capacity)."""
-        index = as_tensor(_numbers(index, self.leaves.device))
+        index = _numbers(index)
         mass = torch.empty_like(index)
         tree_get(self.leaves, self.pages, self.capacity, index, mass)
         return mass
@@ -174,18 +154,18 @@ class SumTree:
             )
         self.write(index, self.to_mass(priority.double()))
 
-    def write(self, index: Array, mass: Array | int) -> None:
+    def write(self, index: Tensor, mass: Tensor | int) -> None:
         """Set int64 masses without checking arguments.
 
         Args:
-            index: the leaves, int64 [n], or a slice. Rows with an index outside [0, capacity) are skipped. Of
-                duplicates the last one wins.
+            index: the leaves, int64 [n]. Rows with an index outside [0, capacity) are skipped. Of duplicates the last
+                one wins.
             mass: int64 [n] or [1], or one number, >= 0.
         """
-        device = self.leaves.device
-        tree_write(*self.views(), _numbers(index, device), _numbers(mass, device))
+        mass = _numbers(mass) if isinstance(mass, Tensor) else index.new_full((1,), mass, dtype=torch.int64)
+        tree_write(*self.views(), _numbers(index), mass)
 
-    def write_power(self, index: Array, priority: Tensor, alpha: Tensor) -> None:
+    def write_power(self, index: Tensor, priority: Tensor, alpha: Tensor) -> None:
         """Set masses to priority^alpha without checking arguments.
 
         Args:
@@ -193,7 +173,7 @@ class SumTree:
             priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)], contiguous.
             alpha: the exponent first, float64.
         """
-        tree_write_power(*self.views(), _numbers(index, self.leaves.device), priority, alpha)
+        tree_write_power(*self.views(), _numbers(index), priority, alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -225,12 +205,8 @@ class SumTree:
         Raises:
             RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
         """
-        return self.draw(self.random_numbers(num, stratified=stratified, generator=generator))
-
-    def random_numbers(self, num: int, *, stratified: bool, generator: torch.Generator | None) -> Tensor:
-        """The uniform numbers of :meth:`sample`, float64 [num]."""
         draw_numbers = stratified_uniform if stratified else uniform
-        return draw_numbers(num, device=self.leaves.device, generator=generator)
+        return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
 
     def raise_if_empty(self, nodes: Array) -> None:
         """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators. ``nodes``: of the views."""
@@ -252,7 +228,7 @@ class SumTree:
 
     def prefix(self, index: Tensor) -> Tensor:
         """Sum of the masses of the leaves 0..i−1 for each i of ``index`` [n] in [0, capacity]; int64 [n]."""
-        index = as_tensor(_numbers(index, self.leaves.device))
+        index = _numbers(index)
         total = torch.empty_like(index)
         tree_prefix(*self.arrays(), index, total)
         return total
@@ -284,6 +260,26 @@ class SumTree:
             raise AssertionError("SumTree: a minimum does not agree with the leaves")
 
 
+class PowerMasses(NamedTuple):
+    """The masses d^alpha of a sum tree, which the kernels of writes and updates change together with the priorities d.
+
+    The fields are arguments of :func:`torchrl_replay_ext.kernels.rows.record` and ``update``.
+    """
+
+    leaves: Tensor
+    nodes: Tensor
+    minima: Tensor
+    pages: Tensor
+    capacity: int
+    alpha: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> PowerMasses:
+        """What kernels take if there is no such tree: no leaves."""
+        leaves, nodes, minima, pages = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(4))
+        return cls(leaves, nodes, minima, pages, 0, torch.empty(0, dtype=torch.float64, device=device))
+
+
 class MaxTree:
     """Tracks the maximum of ``capacity`` leaves, int64 values >= 0.
 
@@ -298,13 +294,9 @@ class MaxTree:
         self.capacity = capacity
         self.leaves, self.nodes = allocate(capacity, device)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the tree consists of."""
-        return [self.leaves, self.nodes]
-
-    def refresh(self, index: Array) -> None:
+    def refresh(self, index: Tensor) -> None:
         """Recompute the maxima above the leaves ``index`` [n]; an index outside [0, capacity) is skipped."""
-        tree_refresh_maxima(self.leaves, self.nodes, self.capacity, _numbers(index, self.leaves.device))
+        tree_refresh_maxima(self.leaves, self.nodes, self.capacity, _numbers(index))
 
     def max(self) -> Tensor:
         """The largest value, int64 []."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, read
+from torchrl_replay_ext.compilation import Array, read
 from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import as_index
@@ -175,11 +175,11 @@ class WriteLog(WriteObserver):
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
         return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
-    def is_rewrite(self, count: int, write: RingWrite) -> bool:
-        """True if a write of ``count`` rows changed stored rows in place: the buffer's writer has not written them."""
+    def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
+        """True if a write of ``slots`` [n] changed stored rows in place: the buffer's writer has not written them."""
         is_next = (write.last + 1) % self.layout.steps == write.cursor
-        is_next &= write.cursor != write.expected or count >= self.layout.size
-        return not is_next and bool((gather_in_bounds(self.generation, write.slots_as_index) > 0).all())
+        is_next &= write.cursor != write.expected or slots.shape[0] >= self.layout.size
+        return not is_next and bool((self.generation[slots] > 0).all())
 
     # --- state
 

@@ -1,9 +1,8 @@
-"""Functions of tensors: allocation, priorities, importance weights and off-policy returns."""
+"""Functions of tensors: allocation, formulas of prioritized replay, and off-policy returns."""
 
 from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.gaussian import gaussian_policy_kl, ornstein_uhlenbeck_scale
-from torchrl_replay_ext.functional.priorities import importance_weights, rank_probabilities
-from torchrl_replay_ext.functional.reliability import reliability
+from torchrl_replay_ext.functional.prioritized_replay import importance_weights, rank_probabilities, reliability
 from torchrl_replay_ext.functional.retrace import (
     acer_value_target,
     importance_ratio,

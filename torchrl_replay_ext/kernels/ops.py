@@ -185,7 +185,7 @@ rows_drawn = Kernel(
     + _DRAWS
     + "Tensor(c!) weight, Tensor(d!) stamp",
 )
-# a tree of d^alpha, see Distribution.power_parts
+# the fields of PowerMasses
 _POWER = "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
 rows_record = Kernel(
     "rows.record",

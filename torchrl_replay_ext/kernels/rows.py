@@ -76,11 +76,11 @@ def record(
         num_draws: see :func:`drawn`.
         d: of each slot; becomes the negative ``largest``, or 0.
         largest: the priority of new transitions, float64 [1].
-        leaves: a tree of the masses d^alpha, which is updated too.
+        leaves: the masses d^alpha, which are set too, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
         nodes: likewise.
         minima: likewise.
         pages: likewise.
-        capacity: likewise; 0: there is no tree.
+        capacity: likewise; 0: there are no masses.
         alpha: the exponent first.
         slots: int64 [n].
         stays: False if the slots become empty.
@@ -132,11 +132,11 @@ def update(
         eps: see ``d``.
         smallest: see ``d``.
         squared: see ``error``.
-        leaves: a tree of the masses d^alpha, which is updated too.
+        leaves: the masses d^alpha, which are set too, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
         nodes: likewise.
         minima: likewise.
         pages: likewise.
-        capacity: likewise; 0: there is no tree.
+        capacity: likewise; 0: there are no masses.
         alpha: the exponent first.
         slots: int64 [n].
         error: TD errors, float32 [n]: δ² if ``squared``, else |δ|.

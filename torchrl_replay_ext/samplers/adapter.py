@@ -19,16 +19,15 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
 from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, flat_slots, unravel
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import ShardRows, Sums
-from torchrl_replay_ext.samplers.signature import ShowsArguments
-from torchrl_replay_ext.samplers.slot_index import flat_slots, layout_of, require_fitting_items, unravel
-from torchrl_replay_ext.samplers.slot_state import MakeDistribution, MakeObserver, SlotState
-from torchrl_replay_ext.samplers.slot_updates import NO_TD_ERROR, td_errors
-from torchrl_replay_ext.samplers.wrapper import delegated
+from torchrl_replay_ext.samplers.priority_updates import NO_TD_ERROR, td_errors
+from torchrl_replay_ext.samplers.sampler_state import MakeDistribution, MakeObserver, SamplerState
+from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fitting_items
+from torchrl_replay_ext.samplers.wrapper import ShowsArguments, delegated
 
 # Entry of a sample with the generation of each row, which is the number of the write that filled the slot.
 STAMP_KEY = "write_stamp"
@@ -123,7 +122,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def _set_up(self, layout: Layout) -> None:
         make = self._make_priorities, self.make, self._make_observers
-        self.state = SlotState(self.owner, layout, *make, self.hyperparameters)
+        self.state = SamplerState(self.owner, layout, *make, self.hyperparameters)
         self.layout, self.distribution = layout, self.state.distribution
 
     def observe(self, make: MakeObserver) -> None:
@@ -297,11 +296,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.distribution.note_other_shards(largest_episode)
 
     @property
-    def largest_priority(self) -> float:
-        """The priority d of new transitions."""
-        return self.state.priorities.largest.item()
-
-    @property
     def largest_td_error(self) -> float:
         """The largest TD error that an update may contain."""
         priorities = self.state.priorities
@@ -324,10 +318,6 @@ class DistributionSampler(ShowsArguments, Sampler):
             hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
         self.state.updates.hyperparameters_changed()
         self.distribution.reweight(None)
-
-    def count_update(self) -> None:
-        """Count an update of which no row lies in this shard, so that schedules advance alike in all shards."""
-        self.state.updates.step()
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Tensor, dict[str, Any]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, uniform, where_int64
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.samplers.rows import RowView
@@ -101,11 +102,12 @@ class Distribution(WriteObserver, ABC):
     settings: tuple[str, ...] = ()
     # why joint draws from several shards are not possible; None: they are
     why_not_joint: str | None = "this distribution has no sums for draws from several shards."
+    # makes the random numbers of a draw, in [0, 1): independent or stratified ones
+    draw_numbers: Callable[..., Tensor] = staticmethod(uniform)
     # True if joint draws only propose rows, and some are rejected
     rejects = False
-    # a tree of d^α that the kernels of writes and updates change too: its tensors, the number of leaves, and a tensor
-    # that begins with α; empty without such a tree
-    power_parts: Sequence[Tensor | int] = ()
+    # masses d^α that the kernels of writes and updates set, so that no method has to; None: there are none
+    power_masses: PowerMasses | None = None
     # True if draws can be restricted to some slots: remove() skips slots of -1, and what follows from the generations
     # and priorities is computed for the slots of is_drawable() only
     can_be_restricted = False
@@ -158,7 +160,8 @@ class Distribution(WriteObserver, ABC):
             float64 [tables].
         """
         table = torch.zeros(num_rows, dtype=torch.int64)
-        return table, uniform(num_rows, device=table.device, generator=generator), torch.ones(1, dtype=torch.float64)
+        u = self.draw_numbers(num_rows, device=table.device, generator=generator)
+        return table, u, torch.ones(1, dtype=torch.float64)
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         """Draw the rows of a joint draw that lie in this shard.

@@ -25,13 +25,13 @@ from torchrl_replay_ext._torchrl import is_stacked, length, read_only_buffer
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
+from torchrl_replay_ext.core.layout import unravel
 from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, Score
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.rows import stored_tensordict
-from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 

@@ -14,8 +14,6 @@ from torchrl_replay_ext.compilation import (
     gather_in_bounds,
     is_traced,
     random_seed,
-    scalar,
-    scatter_in_bounds,
     uniform,
     where_int64,
 )
@@ -157,8 +155,8 @@ class EventTableMixture(Distribution):
         events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
         return probability
 
-    def _totals(self, total: Tensor) -> Tensor:
-        """The sums over each table of what :meth:`_mixture` adds up; the masses have the sums ``total``. O(N)."""
+    def _table_sums(self, total: Tensor) -> Tensor:
+        """The sum over each table of the numbers in proportion to q_k; ``total``: the sums of the masses. O(N)."""
         return total
 
     # --- masses
@@ -209,7 +207,7 @@ class EventTableMixture(Distribution):
             self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
         if self.takes_priorities:
             # the masses are computed from d before the write is recorded
-            scatter_in_bounds(self._priorities.of_slot, rows.slots_as_index, -scalar(priority))
+            self._priorities.of_slot[slots] = -priority.float()
         self._follow(slots)
 
     def remove(self, slots: Tensor) -> None:
@@ -316,7 +314,7 @@ class EventTableMixture(Distribution):
         self._refresh()
         mass = self._tree.prefix(self._view.begins).diff()
         eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
-        total = self._totals(mass)
+        total = self._table_sums(mass)
         return self._mixture(slots, eta / torch.where(total > 0, total, 1.0))
 
     def stored_slots(self) -> Tensor:

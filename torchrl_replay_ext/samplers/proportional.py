@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
-from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform, where_int64
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -26,7 +26,7 @@ MAX_PRIORITY = 1e30
 class PowerDistribution(Distribution):
     """Base class of distributions that draw from a sum tree of the masses d^α.
 
-    The kernels of writes and updates change the masses.
+    The kernels of writes and updates set the masses, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
 
     Args:
         log, priorities: the state of the slots.
@@ -40,7 +40,7 @@ class PowerDistribution(Distribution):
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._size = log.layout.size
         self._tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
-        self.power_parts = *self._tree.tensors(), self._size, alpha.tensor
+        self.power_masses = self._tree.powers(alpha.tensor)
 
     @property
     def max_supported_priority(self) -> float:
@@ -114,11 +114,12 @@ class Proportional(PowerDistribution):
         stratified: bool,
         weight_norm: WeightNorm,
     ):
-        self._stratified, self._tracks_min = stratified, weight_norm == "buffer"
+        self.draw_numbers = stratified_uniform if stratified else uniform
+        self._tracks_min = weight_norm == "buffer"
         super().__init__(log, priorities, alpha, track_min=self._tracks_min)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        u = self._tree.random_numbers(batch_size, stratified=self._stratified, generator=generator)
+        u = self.draw_numbers(batch_size, device=self._log.layout.device, generator=generator)
         slots, mass, minima = self._tree.walk(u)
         return Draw(slots, mass, minima if self._tracks_min else None)
 
@@ -127,12 +128,6 @@ class Proportional(PowerDistribution):
         if self._tracks_min:
             smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
         return Sums(total.reshape(1), smallest)
-
-    def plan(
-        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        table, u, eta = super().plan(everywhere, num_rows, batch_size, generator)
-        return table, stratified_uniform(num_rows, device=u.device, generator=generator) if self._stratified else u, eta
 
 
 class ProportionalSampler(DistributionSampler):

@@ -56,7 +56,8 @@ class RankBased(Distribution):
         weight_norm: WeightNorm,
     ):
         self._log, self._priorities, self._alpha = log, priorities, alpha
-        self._stratified, self._segments, self._weight_norm = stratified, segments, weight_norm
+        self._segments, self._weight_norm = segments, weight_norm
+        self.draw_numbers = stratified_uniform if stratified else uniform
         size, self._device = log.layout.size, log.layout.device
         self._ranks = RankBuckets(size, self._device)
         # Σ_{r≤k} r^-alpha, and the alpha of this table
@@ -105,8 +106,7 @@ class RankBased(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         self._prepare()
-        draw_numbers = stratified_uniform if self._stratified else uniform
-        u = draw_numbers(batch_size, device=self._device, generator=generator)
+        u = self.draw_numbers(batch_size, device=self._device, generator=generator)
         if self._segments == "exact":
             slots, density, smallest = self._ranks.draw(u, *self._views())
         else:

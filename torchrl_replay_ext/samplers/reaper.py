@@ -78,7 +78,7 @@ class Rejection:
         reaper_draw(
             random_seed(self._acceptance.device, generator),
             *rows,
-            self._reliability.exponent(),
+            self._reliability.omega.views()[0],
             none if self._tables is None else self._tables.slot_at,
             *arrays,
             leaf,
@@ -116,12 +116,12 @@ class Reliability(WriteObserver):
 
     Args:
         log: the generations of the slots.
+        owner: class name of the sampler, for error messages.
         omega: the exponent of R.
-        reader: reads the ends of episodes.
-        num_streams: number of environments whose transitions are interleaved in flat storage.
-        truncated: whether truncated episodes are ``"finished"`` or ``"ongoing"``.
-        terminated_key: entry that marks termination; used if ``truncated="ongoing"``.
-        on_load: what becomes of unfinished episodes when a state is loaded.
+        num_streams, truncated, done_key, terminated_key, traj_key, init_key, on_load: see :class:`ReaPERSampler`.
+
+    Raises:
+        TypeError, ValueError: if an argument is invalid.
     """
 
     needs_order = True
@@ -130,23 +130,30 @@ class Reliability(WriteObserver):
         self,
         log: WriteLog,
         *,
+        owner: str,
         omega: Hyperparameter,
-        reader: EpisodeReader,
         num_streams: int,
         truncated: Truncated,
+        done_key: NestedKey,
         terminated_key: NestedKey,
+        traj_key: NestedKey,
+        init_key: NestedKey,
         on_load: OnLoad,
     ):
-        self._on_load: OnLoad = on_load
-        self._log, self.omega, self._reader = log, omega, reader
-        self._truncated, self._terminated_key = truncated, terminated_key
+        require_integer(owner, "num_streams", num_streams)
+        require_choice(owner, "truncated", truncated, get_args(Truncated))
+        require_choice(owner, "on_load", on_load, get_args(OnLoad))
+        keys: dict[str, NestedKey] = {"done_key": done_key, "traj_key": traj_key, "init_key": init_key}
+        require_nested_keys(owner, **keys, terminated_key=terminated_key)
+        self._log, self.omega, self._reader = log, omega, EpisodeReader(**keys)
+        self._truncated, self._terminated_key, self._on_load = truncated, terminated_key, on_load
         steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        self._episodes = EpisodeIndex(
+        self.episodes = EpisodeIndex(
             steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
         )
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        marks = self._reader.read(rows, needs_ids=self._episodes.assigned)
+        marks = self._reader.read(rows, needs_ids=self.episodes.assigned)
         finished = marks.ended
         if self._truncated == "ongoing":
             (terminated,) = rows.columns([self._terminated_key])
@@ -156,77 +163,57 @@ class Reliability(WriteObserver):
             finished = cast(terminated, torch.bool)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
-            self._episodes.update(slots, priority, None)
+            self.episodes.update(slots, priority, None)
             return
-        self._episodes.write(slots, priority, self._log.num_writes, marks, finished)
+        self.episodes.write(slots, priority, self._log.num_writes, marks, finished)
 
     def remove(self, slots: Tensor) -> None:
-        self._episodes.remove(slots)
+        self.episodes.remove(slots)
 
     def before_full_overwrite(self) -> None:
-        self._episodes.before_full_overwrite()
+        self.episodes.before_full_overwrite()
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self._episodes.update(slots, priority, self._log.num_writes)
+        self.episodes.update(slots, priority, self._log.num_writes)
 
     def of(self, slots: Tensor) -> Tensor:
         """R of ``slots`` [n], float64 [n]."""
-        return self._episodes.reliability(slots, self._log.generation)
+        return self.episodes.reliability(slots, self._log.generation)
 
     def factor(self, slots: Tensor) -> Tensor:
         """R^ω of ``slots`` [n], float64 [n]."""
-        return self.of(slots) ** self.omega.current()
-
-    def exponent(self) -> Array:
-        """ω as kernels take it."""
-        return self.omega.views()[0]
+        return self.of(slots) ** self.omega.tensor[0]
 
     def arrays(self) -> list[Array]:
         """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
-        return self._episodes.arrays(self._log.views()[0])
+        return self.episodes.arrays(self._log.views()[0])
 
-    @property
-    def max_supported_priority(self) -> float:
-        """The largest d that can be represented."""
-        return self._episodes.max_supported_priority
-
-    def largest_episode(self) -> int:
-        """F of Eq. 16: the largest sum of d of a stored episode, in units of the mass."""
-        return self._episodes.largest_total()
-
-    def note_other_shards(self, largest_episode: int) -> None:
-        """F is at least ``largest_episode``, that of the episodes in other shards."""
-        self._episodes.least_largest = largest_episode
-
-    def mean(self) -> Tensor:
-        """Mean reliability of the stored transitions, float32 []; 1 if there are none."""
+    def stats(self) -> dict[str, Tensor]:
+        """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
         slots = self._log.stored_slots()
-        return self.of(slots).mean() if slots.numel() else torch.ones(())
-
-    def interrupted(self) -> Tensor:
-        """Number of episodes that were interrupted without an end, int64 []."""
-        return self._episodes.lanes.interrupted.sum()
+        mean = self.of(slots).mean() if slots.numel() else torch.ones(())
+        return {"reliability_mean": mean, "interrupted": self.episodes.lanes.interrupted.sum()}
 
     def clear(self) -> None:
-        self._episodes.clear_()
+        self.episodes.clear_()
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"episodes_{name}": tensor for name, tensor in self._episodes.tensors().items()}
+        return {f"episodes_{name}": tensor for name, tensor in self.episodes.tensors().items()}
 
     def raise_numbers(self, last: int) -> None:
-        self._episodes.raise_numbers(last)
+        self.episodes.raise_numbers(last)
 
     def rebuild(self) -> None:
-        self._episodes.rebuild_()
+        self.episodes.rebuild_()
         if self._on_load == "truncate":
-            self._episodes.end_all()
+            self.episodes.end_all()
 
     def check_valid(self) -> None:
         layout = self._log.layout
-        self._episodes.check_valid((int(self._log.last_seen_step) + 1) % layout.steps * layout.slots_per_step)
+        self.episodes.check_valid((int(self._log.last_seen_step) + 1) % layout.steps * layout.slots_per_step)
         slots = torch.arange(layout.size, device=layout.device)
-        if not torch.equal(self._episodes.holds(slots), self._log.generation[: len(slots)] > 0):
+        if not torch.equal(self.episodes.holds(slots), self._log.generation[: len(slots)] > 0):
             raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
 
 
@@ -259,7 +246,7 @@ class ReliabilityAdjusted(PowerDistribution):
 
     @property
     def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._reliability.max_supported_priority)
+        return min(super().max_supported_priority, self._reliability.episodes.max_supported_priority)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._reliability.update(slots, priority)
@@ -274,7 +261,7 @@ class ReliabilityAdjusted(PowerDistribution):
             return None
         result = torch.empty(1, dtype=torch.float64, device=self._device)
         masses = self._tree.leaves[: self._size]
-        reaper_smallest(masses, self._reliability.exponent(), result, *self._reliability.arrays())
+        reaper_smallest(masses, self._reliability.omega.views()[0], result, *self._reliability.arrays())
         return result
 
     def sums(self) -> Sums:
@@ -282,7 +269,7 @@ class ReliabilityAdjusted(PowerDistribution):
         return Sums(
             self._tree.total().double().reshape(1),
             None if smallest is None else smallest[0],
-            largest_episode=self._reliability.largest_episode(),
+            largest_episode=self._reliability.episodes.largest_total(),
         )
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
@@ -293,7 +280,8 @@ class ReliabilityAdjusted(PowerDistribution):
         return Draw(slots[accepted], (probability * factor)[accepted])
 
     def note_other_shards(self, largest_episode: int) -> None:
-        self._reliability.note_other_shards(largest_episode)
+        # F of Eq. 16
+        self._reliability.episodes.least_largest = largest_episode
 
     def density(self, slots: Tensor) -> Tensor:
         return super().density(slots) * self._reliability.factor(slots)
@@ -301,39 +289,8 @@ class ReliabilityAdjusted(PowerDistribution):
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()
         total = self._tree.total()
-        return {
-            "acceptance_rate": self.density(slots).sum() / total if total else torch.ones(()),
-            "reliability_mean": self._reliability.mean(),
-            "interrupted": self._reliability.interrupted(),
-        }
-
-
-def make_reliability(
-    owner: str,
-    omega: Hyperparameter,
-    *,
-    num_streams: int,
-    truncated: Truncated,
-    done_key: NestedKey,
-    terminated_key: NestedKey,
-    traj_key: NestedKey,
-    init_key: NestedKey,
-    on_load: OnLoad,
-) -> partial[Reliability]:
-    """The model of R for a sampler, with checked arguments; see :class:`ReaPERSampler`."""
-    require_integer(owner, "num_streams", num_streams)
-    require_choice(owner, "truncated", truncated, get_args(Truncated))
-    require_choice(owner, "on_load", on_load, get_args(OnLoad))
-    require_nested_keys(owner, done_key=done_key, terminated_key=terminated_key, traj_key=traj_key, init_key=init_key)
-    return partial(
-        Reliability,
-        omega=omega,
-        reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
-        num_streams=num_streams,
-        truncated=truncated,
-        terminated_key=terminated_key,
-        on_load=on_load,
-    )
+        rate = self.density(slots).sum() / total if total else torch.ones(())
+        return {"acceptance_rate": rate, **self._reliability.stats()}
 
 
 class ReaPERSampler(DistributionSampler):
@@ -464,9 +421,10 @@ class ReaPERSampler(DistributionSampler):
         name = "ReaPERSampler"
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        model = make_reliability(
-            name,
-            hyperparameters["omega"],
+        model = partial(
+            Reliability,
+            owner=name,
+            omega=hyperparameters["omega"],
             done_key=done_key,
             traj_key=traj_key,
             init_key=init_key,

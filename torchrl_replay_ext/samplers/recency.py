@@ -35,7 +35,7 @@ class Recency(Distribution):
         self._tree.write(slots, torch.ones_like(slots))
 
     def remove(self, slots: Tensor) -> None:
-        self._tree.write(slots, torch.zeros_like(slots))
+        self._tree.write(slots, 0)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         total = self._tree.total()

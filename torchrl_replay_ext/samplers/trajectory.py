@@ -22,11 +22,11 @@ from torchrl_replay_ext.arguments import (
     require_nested_keys,
 )
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.core.layout import unravel
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
 from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts, Starts
-from torchrl_replay_ext.samplers.slot_index import unravel
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
 MASK_KEY = ("collector", "mask")

@@ -95,7 +95,7 @@ class ByRank(EventTableMixture):
         slots = self._view.slot_at[table].to(torch.int64)
         return self._priorities.of_slot[slots.clamp_min(0)], (slots >= 0) & (self._tree.leaves[table] > 0)
 
-    def _totals(self, total: Tensor) -> Tensor:
+    def _table_sums(self, total: Tensor) -> Tensor:
         counts = torch.stack([ranks.total() for _, ranks in self._ranks])
         return gather_in_bounds(self._cumulative, (counts - 1).clamp_min(0)) * (counts > 0)
 
@@ -108,7 +108,7 @@ class ByRank(EventTableMixture):
             found, of_found, _ = map(as_tensor, ranks.draw(u, self._cumulative, self._table_alpha))
             position = where_int64(table == number, found + entries.start, position)
             density = torch.where(table == number, of_found, density)
-        return position, density, self._totals(total)
+        return position, density, self._table_sums(total)
 
     def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         positions, result = self._view.positions(slots), per_mass.new_zeros(slots.shape[0])
@@ -155,7 +155,7 @@ class ByReliability(EventTableMixture):
 
     @property
     def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._reliability.max_supported_priority)
+        return min(super().max_supported_priority, self._reliability.episodes.max_supported_priority)
 
     def _draw_entries(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
@@ -166,7 +166,7 @@ class ByReliability(EventTableMixture):
     def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         return super()._mixture(slots, per_mass) * self._reliability.factor(slots)
 
-    def _totals(self, total: Tensor) -> Tensor:
+    def _table_sums(self, total: Tensor) -> Tensor:
         stored, one = self._log.stored_slots(), torch.eye(len(total), dtype=torch.float64, device=total.device)
         return torch.stack([self._mixture(stored, only).sum() for only in one])
 
@@ -186,8 +186,5 @@ class ByReliability(EventTableMixture):
         self._rejection.check_valid()
 
     def stats(self) -> dict[str, Tensor]:
-        return super().stats() | {
-            "acceptance_rate": (self._rejection.acceptance() * self._eta).sum(),
-            "reliability_mean": self._reliability.mean(),
-            "interrupted": self._reliability.interrupted(),
-        }
+        rate = (self._rejection.acceptance() * self._eta).sum()
+        return super().stats() | {"acceptance_rate": rate, **self._reliability.stats()}

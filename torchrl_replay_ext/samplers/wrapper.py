@@ -1,7 +1,8 @@
-"""Base class of samplers that contain another sampler."""
+"""Base classes of samplers: one that shows the arguments, and one for samplers that contain another sampler."""
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from typing import Any
 
@@ -10,7 +11,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_replay_ext._torchrl import empty_sampler, sampler_generator, set_sampler_generator
-from torchrl_replay_ext.samplers.signature import ShowsArguments
 
 _MISSING: Any = object()
 
@@ -38,6 +38,15 @@ def _by_all(name: str, doc: str) -> Any:
 
     call.__doc__ = doc
     return call
+
+
+class ShowsArguments:
+    """Base class that makes ``inspect.signature`` show the arguments of a sampler; TorchRL's metaclass hides them."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        arguments = list(inspect.signature(cls.__init__).parameters.values())
+        cls.__signature__ = inspect.Signature(arguments[1:])
 
 
 class SamplerWrapper(ShowsArguments, Sampler):

@@ -129,7 +129,8 @@ class ReplayShard:
         if length and self._is_joint:
             parts = self._sampler.sums(self._storage)._asdict()
         if drawing is not None:
-            parts |= {"largest_priority": drawing.largest_priority, "schedules": drawing.schedules()}
+            largest = drawing.state.priorities.largest.item()
+            parts |= {"largest_priority": largest, "schedules": drawing.schedules()}
             parts["beta"] = drawing.hyperparameters["beta"].value if "beta" in drawing.hyperparameters else None
         for key, part in parts.items():
             parts[key] = part.tolist() if isinstance(part, torch.Tensor) else part
@@ -161,7 +162,8 @@ class ReplayShard:
         ours = updates[STAMP_KEY] // PROCESS == self._process
         self._dropped += int((~ours).sum())
         if not ours.any():
-            drawing.count_update()
+            # schedules advance alike in all shards
+            drawing.state.updates.step()
             return
         rows = from_arrays(take(updates, ours))
         rows[STAMP_KEY] %= PROCESS

@@ -20,11 +20,11 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.layout import row_major
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers import saved_state
-from torchrl_replay_ext.samplers.slot_index import row_major
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 _TRAJECTORY = ("collector", "traj_ids")

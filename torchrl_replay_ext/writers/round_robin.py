@@ -25,8 +25,7 @@ from torchrl_replay_ext._torchrl import (
     stored_data,
 )
 from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
-from torchrl_replay_ext.core.layout import MOST
-from torchrl_replay_ext.samplers.slot_index import unravel
+from torchrl_replay_ext.core.layout import MOST, unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.entries import new_entries
 

@@ -1,4 +1,4 @@
-"""Conversion between flat slots and TorchRL's indices."""
+"""Finds the layout of a storage, and refuses storages that a sampler cannot use."""
 
 from __future__ import annotations
 
@@ -6,74 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from tensordict import is_tensor_collection
-from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.compilation import raise_if
 from torchrl_replay_ext.core.layout import Layout
-
-
-def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Convert an index [n, ndim] into a storage of shape ``shape`` to flat slots [n], in row-major order."""
-    slots = index[:, 0]
-    for dim, length in enumerate(shape[1:], start=1):
-        slots = slots * length + index[:, dim]
-    return slots
-
-
-def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...]:
-    """Convert flat ``slots`` [n] to TorchRL's index: [n], or a tuple of ndim tensors [n] if ndim > 1."""
-    if len(shape) == 1:
-        return slots
-    index = []
-    for length in reversed(shape[1:]):
-        index.append(slots % length)
-        slots = slots // length
-    return (slots, *reversed(index))
-
-
-def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
-    """Convert TorchRL's index to flat slots, int64 [n], on the device of the index.
-
-    Args:
-        owner: the class that error messages name.
-        index: an int, a tensor [n] or [n, ndim], or a tuple of ndim tensors.
-        layout: the layout of the storage.
-
-    Raises:
-        TypeError: if the index does not hold integers.
-        ValueError: if the last dimension of the index is not ndim > 1.
-        IndexError: if ndim > 1 and an index is out of range. For ndim = 1 the caller must check the range. In graphs
-            and on accelerators, such a row becomes slot -1, unless ``layout.validate``.
-    """
-    shape = layout.shape
-    if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
-        return index
-    coordinates = torch.stack([torch.as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
-    coordinates = torch.as_tensor(coordinates)
-    if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
-        raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
-    coordinates = coordinates.to(torch.int64)
-    if len(shape) == 1:
-        return coordinates.reshape(-1)
-    if coordinates.ndim < 1 or coordinates.shape[-1] != len(shape):
-        raise ValueError(
-            f"{owner}: index has shape {tuple(coordinates.shape)}; a storage of shape {shape} needs [n, {len(shape)}]."
-        )
-    coordinates = coordinates.reshape(-1, len(shape))
-    outside = torch.stack([(i < 0) | (i >= n) for i, n in zip(coordinates.unbind(1), shape, strict=True)]).any(0)
-    raise_if(
-        outside.any, lambda: out_of_range(owner, coordinates[outside][0].tolist(), shape), skip_on=layout.skip_checks_on
-    )
-    return row_major(coordinates, shape).masked_fill(outside, -1)
-
-
-def out_of_range(owner: str, index: int | list[int], shape: tuple[int, ...]) -> IndexError:
-    """The error for an index outside of a storage of shape ``shape``."""
-    return IndexError(f"{owner}: index {index} is out of range for a storage of shape {shape}.")
 
 
 def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: bool) -> Layout | None:

@@ -1,4 +1,4 @@
-"""The state of a sampler for the slots of its buffer, updated at each write and priority update."""
+"""The state of a sampler, and what a write to the buffer changes in it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, out_of_range
 from torchrl_replay_ext.core.priorities import Priorities, as_float32
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, rows_record
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
+from torchrl_replay_ext.samplers.priority_updates import PriorityUpdates
 from torchrl_replay_ext.samplers.rows import RowView
-from torchrl_replay_ext.samplers.slot_index import out_of_range
-from torchrl_replay_ext.samplers.slot_updates import SlotUpdates
 
 MakePriorities = Callable[[WriteLog], Priorities]
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
 
 
-class SlotState:
-    """The write log, the priorities, the distribution and the updates of the slots of one buffer.
+class SamplerState:
+    """The write log, the priorities, the distribution and further state that follows the writes to one buffer.
 
     Args:
         owner: class name of the sampler, for error messages.
@@ -58,13 +58,11 @@ class SlotState:
         self.log = WriteLog(layout)
         self.priorities = make_priorities(self.log)
         self.distribution = make(self.log, self.priorities)
-        # the tree of d^α that the kernels of writes and updates change too; no leaves if there is none
-        nothing = (torch.empty(0, dtype=torch.int64, device=layout.device) for _ in range(4))
-        no_tree = *nothing, 0, torch.empty(0, dtype=torch.float64, device=layout.device)
-        tree = self.distribution.power_parts or no_tree
-        self.updates = SlotUpdates(owner, self.log, self.priorities, self.distribution, tree, hyperparameters)
+        masses = self.distribution.power_masses or PowerMasses.none(layout.device)
+        self.updates = PriorityUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
+        # the first arguments of rows.record
         state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
-        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *tree)
+        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *masses)
         self.observers = [observe(self.log) for observe in make_observers]
         restrictions = [part.restricts_to for part in self.observers if part.restricts_to is not None]
         self.distribution.restricted_to = restrictions[0] if restrictions else None
@@ -158,7 +156,7 @@ class SlotState:
         self._knows_storage = True
         if is_first and storage is not None and _torchrl.length(storage) > slots.shape[0]:
             self.ingest(storage, (write.last + 1) % self.layout.steps)
-        elif self.needs_order and self.log.is_rewrite(slots.shape[0], write):
+        elif self.needs_order and self.log.is_rewrite(slots, write):
             self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
         else:
             self._append(slots, write, storage)

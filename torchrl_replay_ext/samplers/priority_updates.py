@@ -1,10 +1,9 @@
-"""Priority updates of the slots of a buffer."""
+"""Applies the TD errors of a priority update."""
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,13 @@ from torch import Tensor
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.layout import out_of_range
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_update
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers.base import Distribution
-from torchrl_replay_ext.samplers.slot_index import out_of_range
 
 # Stands for a TD error that is missing. TorchRL's buffers pass it for rows that they add and for samples without TD
 # errors. It is negative, and no TD error.
@@ -61,7 +61,7 @@ def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tenso
     return error.expand(count)
 
 
-class SlotUpdates:
+class PriorityUpdates:
     """Applies TD errors to the slots of one buffer, except rows whose slot was overwritten after the draw.
 
     In eager code on the CPU, and on accelerators with ``layout.validate``, invalid rows raise errors. In graphs and on
@@ -70,7 +70,7 @@ class SlotUpdates:
     Args:
         owner: class name of the sampler, for error messages.
         log, priorities, distribution: the state to update.
-        tree: see :attr:`Distribution.power_parts`.
+        masses: see :attr:`Distribution.power_masses`.
         hyperparameters: hyperparameters of the sampler, by name; their schedules count updates.
     """
 
@@ -80,7 +80,7 @@ class SlotUpdates:
         log: WriteLog,
         priorities: Priorities,
         distribution: Distribution,
-        tree: Sequence[Tensor | int],
+        masses: PowerMasses,
         hyperparameters: dict[str, Hyperparameter],
     ):
         self._owner, self._layout, self._log = owner, log.layout, log
@@ -89,10 +89,11 @@ class SlotUpdates:
         self.counts = torch.zeros(2, dtype=torch.int64, device=log.layout.device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=log.layout.device)
         self._limit = torch.zeros(1, dtype=torch.float64, device=log.layout.device)
+        # the first arguments of rows.update, and an array that stands for those that are missing
         self._views = Views(
             *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
             *(self.counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
-            *tree,
+            *masses,
             self.counts[:0].clone(),
         )
         # the slots of the last padded draws, and their real rows
