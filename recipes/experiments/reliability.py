@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from recipes.common.checked import positive
 from recipes.common.curves import Curve, draw_runs
+from recipes.common.figures import env_label
 from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.tables import markdown
 from recipes.envs.deep_sea import DeepSea
@@ -64,7 +65,8 @@ WORLDS: dict[str, tuple[Callable[[], Dynamics], int, int, int, int]] = {
 }
 NOISE = (0.0, 0.3)
 MEASURED = ("error", "R and bias", "bound", "TD error and error", "Ψ and error", "bias drawn", "R and variance")
-KINDS = {"world": str, "noise": float, "dataset": int, "sampler": str, "seed": int, "updates": int}
+KINDS: dict[str, Callable[[str], Any]] = {"world": str, "noise": float, "dataset": int, "sampler": str, "seed": int}
+KINDS |= {"updates": int, **dict.fromkeys(MEASURED, float)}
 
 
 def deep_sea(size: int) -> Dynamics:
@@ -225,9 +227,12 @@ def plot(rows: list[dict]) -> Figure:
     for (world, noise, sampler, dataset, seed), measured in runs.items():
         values = {name: np.array([float(row[name]) for row in measured]) for name in columns}
         steps = np.array([row["updates"] for row in measured])
-        title = f"{world}, noise {noise:g}"
+        title = f"{env_label(world)}, noise {noise:g}"
         curves.append(Curve(title, sampler, 1000 * dataset + seed, None, steps, values, "error"))
-    return draw_runs(curves, columns)
+    figure = draw_runs(curves, columns)
+    for axes in figure.axes:
+        axes.set_xlabel(f"updates with {BATCH_SIZE} transitions")
+    return figure
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

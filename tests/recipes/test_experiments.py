@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from recipes.common.tables import read_csv
-from recipes.experiments import cliffwalk, sharding, sset_tabular, stylized
+from recipes.experiments import cliffwalk, reliability, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
 
 
-@pytest.mark.parametrize("experiment", [cliffwalk, sharding, sset_tabular, stylized])
+@pytest.mark.parametrize("experiment", [cliffwalk, reliability, sharding, sset_tabular, stylized])
 def test_a_wrong_file_to_read_is_named_before_anything_is_written(experiment, tmp_path, capsys):
     other = RESULTS / ("cliffwalk.csv" if experiment is stylized else "stylized.csv")
     for path, message in ((tmp_path / "no.csv", "No such file"), (other, "no column")):
@@ -33,12 +33,15 @@ COMMANDS = {
     cliffwalk: (["--states", "2", "3", "--seeds", "2"], 2 * 2 * 4),
     stylized: (["--lengths", "10", "20", "--seeds", "3"], 2 * 3 * 4),
     sset_tabular: (["--seeds", "1"], 5),
+    reliability: (["--datasets", "1", "--seeds", "2"], 2 * 2 * 3 * 2 * reliability.MEASUREMENTS),
 }
 
 
 @pytest.mark.parametrize("experiment", COMMANDS)
 def test_figures_are_drawn_again_from_the_csv_of_a_run(experiment, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sset_tabular, "STEPS", 5_000)  # a quarter of the experience
+    small = {world: (*values[:-2], 400, 40) for world, values in reliability.WORLDS.items()}
+    monkeypatch.setattr(reliability, "WORLDS", small)
     name = experiment.__name__.rpartition(".")[2]
     words, count = COMMANDS[experiment]
     out, again = tmp_path / "out", tmp_path / "again"

@@ -54,15 +54,3 @@ def test_measurements_are_those_of_plain_python(world):
     perfect, *_ = data.measure(data.truth, density)
     assert perfect["error"] < 1e-9 and perfect["bound"] == 1
     assert math.isnan(reliability.correlation(np.ones(3), np.arange(3)))
-
-
-def test_runs_and_their_table(tmp_path, monkeypatch, capsys):
-    small = {name: (*world[:-2], 400, 40) for name, world in reliability.WORLDS.items()}
-    monkeypatch.setattr(reliability, "WORLDS", small)
-    rows = reliability.main(["--out", str(tmp_path), "--datasets", "1", "--seeds", "2"])
-    assert len(rows) == 2 * 2 * 3 * 2 * reliability.MEASUREMENTS
-    assert {row["updates"] for row in rows} == {2 * n for n in range(1, 21)}
-    table = capsys.readouterr().out
-    assert "times that of PER" in table and (tmp_path / "reliability.png").is_file()
-    again = reliability.main(["--out", str(tmp_path), "--read", str(tmp_path / "reliability.csv")])
-    assert table.splitlines()[-12:] == capsys.readouterr().out.splitlines()[-12:] and len(again) == len(rows)
