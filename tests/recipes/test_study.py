@@ -18,6 +18,7 @@ from recipes.common import report, tables
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
+from recipes.experiments import reliability
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
@@ -422,9 +423,14 @@ OTHER_BASELINES = {
 
 
 def test_published_ratios_are_those_of_the_tables():
-    tables = [path.read_text("utf-8") for path in RESULTS.glob(f"*/{report.TABLE}")]
-    tables += [report.report(RESULTS / name, other) for name, others in OTHER_BASELINES.items() for other in others]
-    found = {cell for table in tables for cell in re.split(r" \|\s", table)}
+    texts = [path.read_text("utf-8") for path in RESULTS.glob(f"*/{report.TABLE}")]
+    texts += [report.report(RESULTS / name, other) for name, others in OTHER_BASELINES.items() for other in others]
+    kinds = reliability.KINDS
+    measured = [
+        {key: kind(row[key]) for key, kind in kinds.items()} for row in tables.read_csv(RESULTS / "reliability.csv")
+    ]
+    texts.append(reliability.format_table(measured))
+    found = {cell for text in texts for cell in re.split(r" \|\s", text)}
     for page in (ROOT / "README.md", RESULTS / "README.md"):
         ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", page.read_text("utf-8"))
         assert len(ratios) >= 5
