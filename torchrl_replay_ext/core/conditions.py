@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -61,8 +62,8 @@ class Threshold:
 class AdaptiveCondition(ABC):
     """A condition that depends on the transitions written before, in the order of writing, over all streams.
 
-    The tables keep what it remembers, its *memory*: tensors that they save, load, empty, and share with the processes
-    that write to the same buffer.
+    What it remembers, its *memory*, are tensors of the tables, which save, load and empty them, and share them with
+    the processes that write to the same buffer.
     """
 
     key: NestedKey
@@ -141,7 +142,7 @@ class Quantile(AdaptiveCondition):
 
 @dataclass(frozen=True)
 class Novel(AdaptiveCondition):
-    """The condition that a state was seldom seen: the history of the event leads to the border of what is known.
+    """The condition that a state was seldom seen. The history of the event then leads to the border of what is known.
 
     The event occurs if the buffer got the state ``data[key]`` at most ``times`` times so far, this transition included,
     in any stream. A count-min sketch counts hashes (Cormode and Muthukrishnan 2005): its size is fixed, and a count may
@@ -192,7 +193,7 @@ class Novel(AdaptiveCondition):
             # -0.0 is 0.0; the lower bits of many numbers are 0
             bits = (numbers.to(torch.float64) + 0.0).view(torch.int64)
             numbers = bits ^ (bits >> 32)
-        factors = torch.from_numpy(_factors(numbers.shape[1])).to(numbers.device, non_blocking=True)
+        factors = _factors(numbers.shape[1]).to(numbers.device, non_blocking=True)
         return (numbers * factors).sum(1) & torch.iinfo(torch.int64).max
 
     def detect(self, signal: np.ndarray, memory: dict[str, Tensor]) -> np.ndarray:
@@ -202,9 +203,7 @@ class Novel(AdaptiveCondition):
         return occurs
 
 
-def _factors(count: int) -> np.ndarray:
-    """Odd pseudo-random numbers (SplitMix64), int64 [count]."""
-    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31)) | np.uint64(1)).view(np.int64)
+@cache
+def _factors(count: int) -> Tensor:
+    """Random odd numbers, int64 [count]; NumPy promises that this generator always yields the same ones."""
+    return torch.from_numpy(np.random.RandomState(0).randint(2**63 - 1, size=count, dtype=np.int64) | 1)
