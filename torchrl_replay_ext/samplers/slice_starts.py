@@ -269,6 +269,10 @@ class SliceStarts(Distribution):
         in_run = self._run.unsqueeze(1) >= torch.arange(self._slice_len, 1, -1, device=self._device)
         is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
         is_right &= times[:, 1:] > times[:, :-1]
+        # an unfinished episode has no more steps than it counts
+        begins = self._run.unsqueeze(1) == torch.arange(self._slice_len - 1, 0, -1, device=self._device)
+        is_open = self.lanes.is_open().unsqueeze(1)
+        is_right &= ~(goes_on & begins & is_open) & ~(is_open & (self._run.unsqueeze(1) == 0))
         is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
         if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
             raise AssertionError("SliceStarts: the newest transitions of a lane do not follow one another")

@@ -58,6 +58,8 @@ class ByRank(EventTableMixture):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
+        # one unit for each entry, also if its priority is 0
+        self._power = self._power[0][:0].clone(), self._power[1]
         # the positions of each table, and the ranks of the entries there
         tables = [slice(*ends) for ends in pairwise(self._view.begins.tolist())]
         self._ranks = [(table, RankBuckets(table.stop - table.start, self._device)) for table in tables]
