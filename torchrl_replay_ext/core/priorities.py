@@ -110,6 +110,9 @@ class Priorities(WriteObserver):
         """Raise AssertionError if the state is inconsistent. O(N)."""
         if bool(((self._log.generation == 0) & (self.of_slot != 0)).any()):
             raise AssertionError("Priorities: an empty slot has a priority")
+        if not self.largest.item() > 0:
+            # a new transition has the negative of it, which 0 does not have
+            raise AssertionError("Priorities: the largest priority is not positive")
         # the priority of a new transition is the largest priority at the time of its write
         if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):
             raise AssertionError("Priorities: a priority exceeds the largest priority")
