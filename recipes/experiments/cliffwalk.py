@@ -2,13 +2,14 @@
 
 The environment is a row of n states. In each state, one of two actions leads to the next state and the other ends the
 episode. Only the last step has a reward, 1, so random behaviour is rewarded once in 2^n episodes. The buffer holds the
-2^(n+1) - 2 transitions of all 2^n action sequences in random order. Tabular Q-learning (learning rate 1/4, discount
+2^(n+1) - 2 transitions of the episodes of all 2^n action sequences, in random order. Tabular Q-learning (learning rate 1/4, discount
 1 - 1/n) replays one transition at a time, without importance-sampling weights. The experiment counts the updates until
 the mean squared error of the Q-values is at most 10^-3.
 
 - *uniform*: any transition, all equally likely.
 - *rank-based* and *proportional*: this package's samplers in TorchRL's buffer, alpha 0.7. Transitions that were never
   replayed have the first rank (rank-based) or the largest priority so far (proportional).
+- *ReaPER*: as proportional, with the reliabilities of targets (omega 0.2).
 - *oracle*: the transition whose update gives the smallest mean squared error.
 
 Q-values are initialized with normal noise of standard deviation 0.1, the same for all strategies of a seed.
@@ -36,12 +37,12 @@ from recipes.common.checked import positive
 from recipes.common.figures import explain, label, looks, panel_grid, sample_line, styled
 from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser
-from torchrl_replay_ext import ProportionalSampler, RankBasedSampler
+from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 COLUMNS = {"num_states": int, "strategy": str, "seed": int, "updates": int}  # of cliffwalk.csv
 LEARNING_RATE = 0.25
 THRESHOLD = 1e-3
-ALPHA = 0.7
+ALPHA, OMEGA = 0.7, 0.2
 INITIAL_STD = 0.1
 UNIFORM_BLOCK = 4096
 
@@ -63,12 +64,12 @@ class Cliffwalk:
         self.q_values = (INITIAL_STD * torch.randn(2 * num_states, generator=generator, dtype=torch.float64)).tolist()
 
     def transitions(self, generator: torch.Generator) -> torch.Tensor:
-        """Every transition of all 2^n episodes in random order, int64 [2^(n+1) - 2]."""
+        """The transitions of all 2^n episodes, which are in random order, int64 [2^(n+1) - 2]."""
         n = self.num_states
-        # In state k, 2^(n-1-k) episodes go on and as many end. Going on from the last state is the success.
-        counts = torch.tensor([2 ** (n - 1 - k) for k in range(n)])
-        kinds = torch.arange(2 * n).repeat_interleave(counts.repeat(2))
-        return kinds[torch.randperm(len(kinds), generator=generator)]
+        # 2^(n-1-k) episodes end in state k without success
+        episodes = [[*range(k), n + k] for k in range(n) for _ in range(2 ** (n - 1 - k))] + [[*range(n)]]
+        order = torch.randperm(len(episodes), generator=generator).tolist()
+        return torch.tensor([transition for number in order for transition in episodes[number]])
 
     def td_error(self, transition: int) -> float:
         """TD error δ of a transition with the current Q-values."""
@@ -93,7 +94,7 @@ class Cliffwalk:
 
 def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
     """One update per iteration, with uniformly drawn transitions."""
-    buffer = make_buffer(RandomSampler(), transitions)
+    buffer = make_buffer(RandomSampler(), walk, transitions)
     while True:
         for transition in buffer.sample(UNIFORM_BLOCK)["transition"].tolist():
             walk.update(transition)
@@ -102,7 +103,7 @@ def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]
 
 def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: Any) -> Iterator[None]:
     """One update per iteration, with transitions drawn by priority; `sampler`: the class."""
-    buffer = make_buffer(sampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute"), transitions)
+    buffer = make_buffer(sampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute"), walk, transitions)
     while True:
         batch = buffer.sample(1)
         td_error = walk.update(int(batch["transition"]))
@@ -123,10 +124,11 @@ def replay_oracle(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def make_buffer(sampler: object, transitions: torch.Tensor) -> TensorDictReplayBuffer:
+def make_buffer(sampler: object, walk: Cliffwalk, transitions: torch.Tensor) -> TensorDictReplayBuffer:
     """A buffer that holds `transitions`."""
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(len(transitions)), sampler=sampler)
-    buffer.extend(TensorDict({"transition": transitions}, [len(transitions)]))
+    done = (transitions >= walk.num_states - 1).unsqueeze(1)
+    buffer.extend(TensorDict({"transition": transitions, "next": {"done": done}}, [len(transitions)]))
     return buffer
 
 
@@ -134,6 +136,7 @@ STRATEGIES: dict[str, Callable[[Cliffwalk, torch.Tensor], Iterator[None]]] = {
     "uniform": replay_uniform,
     "rank-based": partial(replay_prioritized, sampler=RankBasedSampler),
     "proportional": partial(replay_prioritized, sampler=ProportionalSampler),
+    "ReaPER": partial(replay_prioritized, sampler=partial(ReaPERSampler, omega=OMEGA)),
     "oracle": replay_oracle,
 }
 

@@ -14,6 +14,7 @@ every 500 steps.
 - *history 1*: event tables with the event transitions only. This method is no faster than uniform replay: event tables
   need histories.
 - *history 60 + PER*: proportional priorities inside the tables (α 0.65), importance-sampling weights with exponent 0.4.
+- *PER*, *ReaPER*: these priorities without event tables, and with the reliabilities of targets (ω 0.2) too.
 
 ``python -m recipes.experiments.sset_tabular --out runs/sset_tabular`` (some minutes) prints a table and writes
 ``sset_tabular.csv``, with one row per run, and the figure ``sset_tabular.png`` and ``.svg``. With ``--read CSV`` it
@@ -39,7 +40,7 @@ from recipes.common.curves import Curve, draw_runs
 from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
-from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter
+from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter, ProportionalSampler, ReaPERSampler
 
 STEPS = 20_000
 HORIZON = 500
@@ -56,13 +57,17 @@ CAPACITY = {"default": 10_000, "at_gap": 4_000, "done": 6_000}
 ETA = {"default": 0.5, "at_gap": 0.2, "done": 0.3}
 PER: dict[str, Any] = {"kind": "proportional", "alpha": 0.65, "beta": 0.4, "td_error": "absolute"}
 
-# Method -> history (None: no event tables), priorities inside the tables (None: uniform draws).
+ALONE = {"proportional": ProportionalSampler, "reaper": ReaPERSampler}
+
+# Method -> history (None: no event tables), priorities inside the tables or without them (None: uniform draws).
 METHODS: dict[str, tuple[int | None, dict[str, Any] | None]] = {
     "uniform": (None, None),
     "history 60": (60, None),
     "history 200": (200, None),
     "history 1": (1, None),
     "history 60 + PER": (60, PER),
+    "PER": (None, PER),
+    "ReaPER": (None, PER | {"kind": "reaper", "omega": 0.2}),
 }
 
 
@@ -99,7 +104,9 @@ def make_buffer(method: str) -> TensorDictReplayBuffer:
     history, priority = METHODS[method]
     storage = LazyTensorStorage(sum(CAPACITY.values()))
     if history is None:
-        return TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=BATCH_SIZE)
+        options = dict(priority or {})
+        sampler = ALONE[options.pop("kind")](**options) if options else RandomSampler()
+        return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH_SIZE)
     specs = [EventSpec(name, ("next", "events", name), history) for name in ("at_gap", "done")]
     tables = EventTables(specs, CAPACITY, retention="pinned")
     writer, sampler = EventTableWriter(tables), EventTableSampler(tables, eta=ETA, priority=priority)
