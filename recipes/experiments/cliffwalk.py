@@ -2,9 +2,9 @@
 
 The environment is a row of n states. In each state, one of two actions leads to the next state and the other ends the
 episode. Only the last step has a reward, 1, so random behaviour is rewarded once in 2^n episodes. The buffer holds the
-2^(n+1) - 2 transitions of the episodes of all 2^n action sequences, in random order. Tabular Q-learning (learning rate 1/4, discount
-1 - 1/n) replays one transition at a time, without importance-sampling weights. The experiment counts the updates until
-the mean squared error of the Q-values is at most 10^-3.
+2^(n+1) - 2 transitions of the episodes of all 2^n action sequences, in random order. Tabular Q-learning (learning rate
+1/4, discount 1 - 1/n) replays one transition at a time, without importance-sampling weights. The experiment counts the
+updates until the mean squared error of the Q-values is at most 10^-3.
 
 - *uniform*: any transition, all equally likely.
 - *rank-based* and *proportional*: this package's samplers in TorchRL's buffer, alpha 0.7. Transitions that were never

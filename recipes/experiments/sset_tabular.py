@@ -40,7 +40,14 @@ from recipes.common.curves import Curve, draw_runs
 from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
-from torchrl_replay_ext import EventSpec, EventTables, EventTableSampler, EventTableWriter, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import (
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    ReaPERSampler,
+)
 
 STEPS = 20_000
 HORIZON = 500
