@@ -35,8 +35,9 @@ training    CPU time of a step of DQN on CartPole: whole loops of the recipe, of
 After --max-seconds nothing more begins: a buffer is filled, a step compiled or a window of calls measured to its end,
 and what is left is skipped.
 
-With device=cuda, cycle and updates run with storage, networks and data on the GPU, also as "CUDA graph" (compile_step
-with cudagraphs=True). Times are then those of windows of 50 calls, with a synchronization at both ends. Their median
+With device=cuda, cycle and updates run with storage, networks and data on the GPU, as "CUDA graph" (compile_step with
+cudagraphs=True) instead of "compiled", eager cycles also with a write of 64 rows, and updates also of recipes.td3 and
+recipes.sac. Times are then those of windows of 50 calls, with a synchronization at both ends. Their median
 hides the sorts of rank-based PER, which are rarer. This needs torch >= 2.13 built for CUDA, with its Triton.
 
 The results are printed as Markdown tables and written to benchmark.md. benchmark.csv has one row per number, with the

@@ -28,7 +28,7 @@ def modes(name: str, device: torch.device) -> tuple[str, ...]:
     if name.startswith("TorchRL"):
         return (EAGER,)
     eager = (OURS,) if name == "uniform" else (EAGER, OURS)  # TorchRL uniform is the other one
-    return (*eager, COMPILED, *((GRAPH,) if device.type == "cuda" else ()))
+    return (*eager, GRAPH if device.type == "cuda" else COMPILED)
 
 
 def contender(mode: str, name: str) -> str:

@@ -17,7 +17,7 @@ UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only
 # measurement -> title of its table, header of a column
 TABLES = {
     "extend": ("write rows to {capacity:,} slots, µs (times {reference})", "{case} {written}"),
-    "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "batch {batch_size}"),
+    "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "{case}batch {batch_size}"),
     # times: what a sampler adds, divided by what TorchRL's PER adds
     "updates": ("update, {capacity:,} slots, µs (beyond uniform; times TorchRL's PER)", "{case}, batch {batch_size}"),
     "compile": ("compile write {written}, cycle {batch_size} of {capacity:,}, s (times {reference})", "{case} cache"),
@@ -31,7 +31,8 @@ class Row:
 
     Args:
         measurement: "extend", "cycle", "updates", "compile" or "training".
-        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN"; "" for cycles.
+        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN", "TD3" or "SAC"; "" for cycles, "write 64, "
+            for those with a write.
         contender: name of the measured buffer or loop.
         reference: name of the contender that this one is compared with.
         capacity: capacity of the buffer.

@@ -1,4 +1,4 @@
-"""Measures whole updates of recipes.dqn.
+"""Measures whole updates of recipes.dqn, and on a GPU those of recipes.td3 and recipes.sac too.
 
 An update is sample, loss, gradients, optimizer and priorities. Network, loss and settings are those of the recipe, the
 data is random. TorchRL's PER cycle and its uniform sample, which are nothing but sample and update of priorities, are
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torchrl.modules import QValueActor
-from torchrl.objectives import DQNLoss
+from torchrl.objectives import DQNLoss, SoftUpdate
 from torchrl.objectives.utils import TargetNetUpdater
 from tqdm import tqdm
 
-from recipes import dqn
+from recipes import dqn, sac, td3
 from recipes.benchmark import buffers
 from recipes.benchmark.replay import make_cycle
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row
@@ -31,6 +31,7 @@ from torchrl_replay_ext import compile_step
 SETTINGS = {"buffer_size": 10_000, "batch_size": 128, "hidden_sizes": "[120,84]", "train_interval": 10}
 SETTINGS |= {"gradient_steps": 1, "target_update_interval": 500, "initial_epsilon": 0.1, "final_epsilon": 0.1}
 OBSERVED, ACTIONS = 4, 2  # numbers of CartPole
+CONTINUOUS = {"TD3": td3, "SAC": sac}  # as CUDA graphs of a recipe's updates on HalfCheetah: TD3 makes two
 SAMPLERS = ("uniform", "PER", "ReaPER")
 
 
@@ -76,6 +77,23 @@ def make_case(label: str, name: str, mode: str, data: TensorDict) -> Case:
     return Case(row, lambda: step(None), compiled=mode != buffers.OURS)
 
 
+def make_continuous_case(algorithm: str, name: str, data: TensorDict) -> Case:
+    """The whole updates of recipes.td3 or recipes.sac as a CUDA graph."""
+    recipe, key, device = CONTINUOUS[algorithm], algorithm.lower(), data["observation"].device
+    config: Any = parse_config(compose_config(key, ["env=halfcheetah"]), SCHEMAS[key])
+    settings = getattr(config, key)
+    buffer = buffers.full_buffer(name, buffers.GRAPH, data, batch_size=settings.batch_size, priority_key="td_error")
+    _, loss_module = recipe.make_loss(settings, data["observation"].shape[1], data["action"].shape[1], device)
+    optimizers: Any = recipe.make_optimizers(settings, loss_module)
+    optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
+    target = SoftUpdate(loss_module, tau=settings.tau)
+    step = compile_step(recipe.make_update(config, buffer, loss_module, target, *optimizers), cudagraphs=True)
+    reference = buffers.contender(buffers.GRAPH, "uniform")
+    label = buffers.contender(buffers.GRAPH, name)
+    row = Row("updates", algorithm, label, reference, len(data), settings.batch_size)
+    return Case(row, lambda: step(None), compiled=True)
+
+
 def measure_updates(chosen: list[str], options: Namespace) -> list[Row]:
     """Measure the updates at the largest capacity. `chosen`: labels of contenders."""
     device, count, cases = options.device, max(options.capacities), []
@@ -87,4 +105,13 @@ def measure_updates(chosen: list[str], options: Namespace) -> list[Row]:
         if label in chosen:
             with skipping(label):
                 cases.append(make_case(label, name, mode, data))
+    if device.type == "cuda":
+        size = data.batch_size
+        data["observation"], data["next", "observation"] = torch.randn(2, *size, 17, device=device)
+        data["action"] = torch.rand(*size, 6, device=device) * 2 - 1
+        for algorithm in CONTINUOUS:
+            for label, name, mode in contenders(device):
+                if label in chosen and mode == buffers.GRAPH:
+                    with skipping(f"{label} ({algorithm})"):
+                        cases.append(make_continuous_case(algorithm, name, data))
     return measure(cases, device, options.calls, "updates")

@@ -140,7 +140,9 @@ def test_cycles_and_updates_are_measured_on_a_gpu(tmp_path):
     rows = run(tmp_path, "device=cuda", *SMALL, "--only", "TorchRL uniform", "PER", "CUDA graph PER")
     contenders = {row["contender"] for row in rows["cycle"]}
     assert {"PER", "PER, CompilableReplayBuffer", "CUDA graph PER"} <= contenders
-    assert "CUDA graph PER" in {row["contender"] for row in rows["updates"]}
+    assert "64" in {row["written"] for row in rows["cycle"] if row["contender"] == "PER"}
+    found = {row["case"] for row in rows["updates"] if row["contender"] == "CUDA graph PER"}
+    assert found == {"DQN", "TD3", "SAC"}
 
 
 @pytest.mark.parametrize(
