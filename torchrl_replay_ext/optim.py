@@ -104,6 +104,11 @@ class AdamStep:
 
     def _take_state(self) -> None:
         """Copy the state of the optimizer into the tensors that graphs read, and put these into the optimizer."""
+        if len({float(self._optimizer.state.get(each, {}).get("step", 0)) for each in self.parameters}) > 1:
+            raise ValueError(
+                "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
+                "gradient in some steps; the number must be the same for all. Make a new optimizer."
+            )
         tensors = zip(self._means, self._squares, self._counts, strict=True)
         for parameter, own in zip(self.parameters, tensors, strict=True):
             state = self._optimizer.state[parameter]
@@ -111,11 +116,6 @@ class AdamStep:
                 # the state of an optimizer before its first step is empty
                 tensor.copy_(state[name]) if name in state else tensor.zero_()
                 state[name] = tensor
-        if len({float(count) for count in self._counts}) > 1:
-            raise ValueError(
-                "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
-                "gradient in some steps; the number must be the same for all. Make a new optimizer."
-            )
 
     @torch.no_grad()
     def _take_loaded_state(self) -> None:

@@ -14,7 +14,9 @@ every 500 steps.
 - *history 1*: event tables with the event transitions only. This method is no faster than uniform replay: event tables
   need histories.
 - *history 60 + PER*: proportional priorities inside the tables (α 0.65), importance-sampling weights with exponent 0.4.
-- *PER*, *ReaPER*: these priorities without event tables, and with the reliabilities of targets (ω 0.2) too.
+- *PER*, *ReaPER*: these priorities without event tables, and with the reliabilities of targets (ω 0.2) too. The largest
+  weight of a batch is 1: with the largest one of the buffer, that of a transition with a TD error of 0, all weights of
+  a batch are near 0.03, and so is the factor of the learning rate.
 
 ``python -m recipes.experiments.sset_tabular --out runs/sset_tabular`` (some minutes) prints a table and writes
 ``sset_tabular.csv``, with one row per run, and the figure ``sset_tabular.png`` and ``.svg``. With ``--read CSV`` it
@@ -73,8 +75,8 @@ METHODS: dict[str, tuple[int | None, dict[str, Any] | None]] = {
     "history 200": (200, None),
     "history 1": (1, None),
     "history 60 + PER": (60, PER),
-    "PER": (None, PER),
-    "ReaPER": (None, PER | {"kind": "reaper", "omega": 0.2}),
+    "PER": (None, PER | {"weight_norm": "batch"}),
+    "ReaPER": (None, PER | {"weight_norm": "batch", "kind": "reaper", "omega": 0.2}),
 }
 
 
