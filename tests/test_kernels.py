@@ -1,4 +1,4 @@
-"""The kernels: compiled for the CPU, undecorated, and (TRITON_INTERPRET=1) those for CUDA, which Triton interprets."""
+"""The kernels: compiled for the CPU, undecorated, and those for CUDA, on a device or (TRITON_INTERPRET=1) interpreted."""
 
 import copy
 import math
@@ -32,11 +32,34 @@ from torchrl_replay_ext.samplers.slice_starts import SliceStarts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
-WAYS = ["cuda"] if INTERPRETED else ["python", "operation"]
+ON_DEVICE = pytest.param(
+    "device",
+    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+WAYS = ["interpreter"] if INTERPRETED else ["python", "operation", ON_DEVICE]
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels only")
 CAPACITIES = [1, 16, 17, 257]
 # rows of a draw that is compared with its distribution
 ROWS = 400 if INTERPRETED else 800
+
+
+def as_operation(kernel, *arguments):
+    kernel._operation(*map(ops.as_tensor, arguments))
+
+
+def as_interpreted(kernel, *arguments):
+    kernel._on_cuda(*map(ops.as_tensor, arguments))
+
+
+def on_device(kernel, *arguments):
+    """Run the kernel on the device, with copies of its arguments; on the CPU if it has no version for CUDA."""
+    here = [*map(ops.as_tensor, arguments)]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel._operation.name(), "CUDA"):
+        return kernel._on_cpu(*here)
+    copies = {id(each): (each, each.cuda()) for each in here if isinstance(each, torch.Tensor)}
+    kernel._operation(*[copies.get(id(each), (None, each))[1] for each in here])
+    for own, copy_of_it in copies.values():
+        own.copy_(copy_of_it)
 
 
 @pytest.fixture(params=WAYS)
@@ -59,13 +82,9 @@ def run(request, monkeypatch):
                 if request.param == "python":
                     patch.setattr(kernel, "_loop", getattr(sys.modules[f"{kernels.__name__}.{module}"], name))
                 else:
-                    way = {"operation": "_operation", "cuda": "_on_cuda"}[request.param]
-
-                    def call(self, *arguments, way=way):
-                        getattr(self, way)(*map(ops.as_tensor, arguments))
-
-                    patch.setattr(ops.Kernel, "__call__", call)
-                if request.param == "cuda":
+                    ways = {"operation": as_operation, "interpreter": as_interpreted, "device": on_device}
+                    patch.setattr(ops.Kernel, "__call__", ways[request.param])
+                if request.param == "interpreter":
                     # as many proposals as on the CPU, in few thread blocks, of which each takes long to interpret
                     module = import_module("torchrl_replay_ext.kernels.cuda.reaper")
                     patch.setattr(module, "ROUNDS", module.tl.constexpr(reaper.ROUNDS))
@@ -74,6 +93,8 @@ def run(request, monkeypatch):
             with np.errstate(over="ignore"):
                 return function(*arguments)
 
+    run.has_rounds_of_cpu = request.param != "device"
+    run.is_cuda = request.param in ("interpreter", "device")
     return run
 
 
@@ -352,6 +373,9 @@ def plainly(function, *arguments):
     return function(*arguments)
 
 
+plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
+
+
 def random_writes(assigned, lanes, size, seed, number=12):
     """Writes of steps of three environments. Some trajectories break off, with a mark at the next one or without."""
     torch.manual_seed(seed)
@@ -551,7 +575,10 @@ def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
     torch.manual_seed(1)
     leaf, density, acceptance = draw()
     torch.manual_seed(1)
-    for ours, theirs in zip(run(draw), (leaf, density, acceptance), strict=True):
+    drawn = run(draw)
+    if omega > 1 and not run.has_rounds_of_cpu:
+        leaf, density, acceptance = drawn
+    for ours, theirs in zip(drawn, (leaf, density, acceptance), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     is_drawn = torch.arange(50) % 4 != 3 if tables else torch.ones(50, dtype=torch.bool)
     assert (density[is_drawn] > 0).all() and not leaf[~is_drawn].any() and not density[~is_drawn].any()
@@ -632,7 +659,7 @@ def test_all_implementations_have_the_same_ranks(run):
         change = int(generator.integers(3))
         for each, call in ((ranks, plainly), (other, run)):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
-        if INTERPRETED:
+        if run.is_cuda:
             # sorted, where a slot that leaves lets those behind it move up
             run(ops.rank_rebuild, *other._views())
         # the last of duplicates counts
@@ -641,7 +668,7 @@ def test_all_implementations_have_the_same_ranks(run):
             last.setdefault(slot, number)
         for slot in last:
             for members in buckets.values():
-                if slot in members and INTERPRETED:
+                if slot in members and run.is_cuda:
                     members.remove(slot)
                 elif slot in members:
                     members[members.index(slot)] = members[-1]
@@ -651,7 +678,7 @@ def test_all_implementations_have_the_same_ranks(run):
                 buckets.setdefault(2**31 if change == 0 else number >> 16, []).append(slot)
         order = [s for key in sorted(buckets)[::-1] for s in buckets[key][:: -1 if key == 2**31 else 1]]
         for name, array in arrays(ranks).items():
-            assert INTERPRETED or torch.equal(array, arrays(other)[name]), name
+            assert run.is_cuda or torch.equal(array, arrays(other)[name]), name
         assert int(run(other.total)) == len(order)
         assert run(other.find, torch.arange(-1, len(order) + 1)).tolist() == [0, *order, 0]
         where = {slot: rank for rank, slot in enumerate(order)}
@@ -854,7 +881,7 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
         torch.testing.assert_close(mixed, again[2], rtol=1e-12, atol=0)
     for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
         # on CUDA, the rows are in another random order
-        if number > 3 or not INTERPRETED:
+        if number > 3 or not run.is_cuda:
             torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     if allocation != "multinomial":
         assert torch.equal(results[0][1].bincount(minlength=3), results[1][1].bincount(minlength=3))
