@@ -384,7 +384,13 @@ def test_a_state_that_does_not_fit_changes_neither_sampler(tmp_path):
     before, fits = rb.sampler.state_dict(), plain.sampler.state_dict()
     without = {key: value for key, value in fits.items() if key != "candidate_sampler"}
     mixed = {**other.sampler.state_dict(), "candidate_sampler": before["candidate_sampler"]}
-    for state in (other.sampler.state_dict(), without, fits, mixed):
+    longer, shorter = (
+        make(ProportionalSampler(20), count=count, size=20, candidate_sampler=RecencySampler(half_life=2))[0]
+        for count in (15, 5)
+    )
+    # the storage holds fewer rows than the critic's state
+    unheld = {**longer.sampler.state_dict(), "candidate_sampler": shorter.sampler.state_dict()["candidate_sampler"]}
+    for state in (other.sampler.state_dict(), without, fits, mixed, unheld):
         with pytest.raises(ValueError, match="load_state_dict"):
             rb.sampler.load_state_dict(state)
         assert_same_state(*map(without_numbers_of_candidates, (rb.sampler.state_dict(), before)))

@@ -351,6 +351,13 @@ class DecoupledSampler(SamplerWrapper):
         state = {} if self._draws_both else self.candidate_sampler.state_dict()
         return {_CANDIDATES: state} if state else {}
 
+    def _trial(self) -> Any:
+        """A copy of the critic's sampler, which refuses what it refuses: before a load, so that nothing is changed."""
+        trial: Any = deepcopy(self.critic_sampler)
+        if hasattr(trial, "_bound"):
+            trial._bound = vars(self.critic_sampler).get("_bound")
+        return trial
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
         others = {**state_dict}
@@ -361,8 +368,7 @@ class DecoupledSampler(SamplerWrapper):
                 "it was saved by another sampler, or one with another candidate_sampler."
             )
         if given:
-            # nothing is changed if one of the two is refused
-            deepcopy(self.critic_sampler).load_state_dict(others)
+            self._trial().load_state_dict(others)
             self.candidate_sampler.load_state_dict(given)
         self.critic_sampler.load_state_dict(others)
 
@@ -375,7 +381,7 @@ class DecoupledSampler(SamplerWrapper):
     def loads(self, path: str | Path) -> None:
         """Load a state saved by :meth:`dumps`."""
         if not self._draws_both:
-            deepcopy(self.critic_sampler).loads(path)
+            self._trial().loads(path)
             self.candidate_sampler.loads(Path(path) / _CANDIDATES)
         self.critic_sampler.loads(path)
 
