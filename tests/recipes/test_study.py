@@ -393,7 +393,7 @@ def test_no_study_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plot", "study=reapr"])
     with pytest.raises(SystemExit):
         plot.main()
-    assert "did you mean reaper?" in capsys.readouterr().err
+    assert "did you mean reaper" in capsys.readouterr().err
 
 
 def test_published_tables_are_those_of_the_published_runs():
