@@ -265,16 +265,17 @@ class SliceStarts(Distribution):
         times = self._recent.gather(1, order)
         is_live = (self._time - times >= 0) & (self._time - times < self._size)
         rows, successor = times % self._size, following[times % self._size]
-        goes_on, both = successor[:, :-1] == rows[:, 1:], is_live[:, :-1] & is_live[:, 1:]
+        goes_on = successor[:, :-1] == rows[:, 1:]
         in_run = self._run.unsqueeze(1) >= torch.arange(self._slice_len, 1, -1, device=self._device)
         is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
-        is_right &= times[:, 1:] > times[:, :-1]
+        is_right &= is_live[:, 1:] & (times[:, 1:] > times[:, :-1])
         # an unfinished episode has no more steps than it counts
         begins = self._run.unsqueeze(1) == torch.arange(self._slice_len - 1, 0, -1, device=self._device)
         is_open = self.lanes.is_open().unsqueeze(1)
         is_right &= ~(goes_on & begins & is_open) & ~(is_open & (self._run.unsqueeze(1) == 0))
         is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
-        if not bool((is_right | ~both).all() & (is_last | ~is_live[:, -1]).all() & (times <= self._time).all()):
+        is_right = torch.cat([is_right, is_last.unsqueeze(1)], 1) | ~is_live
+        if not bool(is_right.all() & (times <= self._time).all()):
             raise AssertionError("SliceStarts: the newest transitions of a lane do not follow one another")
 
     def stats(self) -> dict[str, Tensor]:
