@@ -30,9 +30,9 @@ def test_a_wrong_file_to_read_is_named_before_anything_is_written(experiment, tm
 
 
 COMMANDS = {
-    cliffwalk: (["--states", "2", "3", "--seeds", "2"], 2 * 2 * 4),
+    cliffwalk: (["--states", "2", "3", "--seeds", "2"], 2 * 2 * 5),
     stylized: (["--lengths", "10", "20", "--seeds", "3"], 2 * 3 * 4),
-    sset_tabular: (["--seeds", "1"], 5),
+    sset_tabular: (["--seeds", "1"], 7),
     reliability: (["--datasets", "1", "--seeds", "2"], 2 * 2 * 3 * 2 * reliability.MEASUREMENTS),
 }
 

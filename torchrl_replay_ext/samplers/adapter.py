@@ -433,6 +433,12 @@ class DistributionSampler(ShowsArguments, Sampler):
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
         return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64)}
 
+    def trial_copy(self) -> Any:
+        """A copy for the same storage, which refuses the states that this sampler refuses."""
+        trial = copy.deepcopy(self)
+        trial._bound = self._bound
+        return trial
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place.
 

@@ -353,10 +353,8 @@ class DecoupledSampler(SamplerWrapper):
 
     def _trial(self) -> Any:
         """A copy of the critic's sampler, which refuses what it refuses: before a load, so that nothing is changed."""
-        trial: Any = deepcopy(self.critic_sampler)
-        if hasattr(trial, "_bound"):
-            trial._bound = vars(self.critic_sampler).get("_bound")
-        return trial
+        own = getattr(self.critic_sampler, "trial_copy", None)
+        return deepcopy(self.critic_sampler) if own is None else own()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
