@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -75,11 +74,13 @@ def cycles(name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> It
         step = make_cycle(buffer, size, updates=buffers.has_priorities(name), cudagraphs=cudagraphs)
         yield Case(row, step, lambda size=size: (buffers.td_errors(size, device),), compiled=compiled)
         if device.type == "cuda" and mode == buffers.EAGER:
-            yield written_cycle(buffer, step, replace(row, case="write 64, ", written=64), device)
+            yield written_cycle(buffer, step, replace(row, case="after a write of 64", written=64), device)
 
 
-def written_cycle(buffer: TensorDictReplayBuffer, cycle: Callable[[Tensor], object], row: Row, device: Any) -> Case:
-    """A write and a cycle. On a GPU, the kernels of a write are too many to be hidden by those of the cycle."""
+def written_cycle(
+    buffer: TensorDictReplayBuffer, cycle: Callable[[Tensor], object], row: Row, device: torch.device
+) -> Case:
+    """A write and a cycle, timed together."""
     stream = buffers.Stream()
 
     def step(data: TensorDict, td_error: Tensor) -> None:

@@ -17,7 +17,7 @@ UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only
 # measurement -> title of its table, header of a column
 TABLES = {
     "extend": ("write rows to {capacity:,} slots, µs (times {reference})", "{case} {written}"),
-    "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "{case}batch {batch_size}"),
+    "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "batch {batch_size} {case}"),
     # times: what a sampler adds, divided by what TorchRL's PER adds
     "updates": ("update, {capacity:,} slots, µs (beyond uniform; times TorchRL's PER)", "{case}, batch {batch_size}"),
     "compile": ("compile write {written}, cycle {batch_size} of {capacity:,}, s (times {reference})", "{case} cache"),
@@ -31,8 +31,8 @@ class Row:
 
     Args:
         measurement: "extend", "cycle", "updates", "compile" or "training".
-        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN", "TD3" or "SAC"; "" for cycles, "write 64, "
-            for those with a write.
+        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN", "TD3" or "SAC"; "" for cycles, "after a
+            write of 64" for those with a write.
         contender: name of the measured buffer or loop.
         reference: name of the contender that this one is compared with.
         capacity: capacity of the buffer.
@@ -87,7 +87,7 @@ def tables(rows: list[Row]) -> str:
     """The results as Markdown tables with a line per contender."""
     found: dict[str, dict[str, dict[str, str]]] = {}  # title -> contender -> column -> cell
     for row in rows:
-        title, column = (text.format(**vars(row)) for text in TABLES[row.measurement])
+        title, column = (text.format(**vars(row)).strip() for text in TABLES[row.measurement])
         found.setdefault(title, {}).setdefault(row.contender, {})[column] = row.cell()
     parts = []
     for title, cells in found.items():

@@ -31,7 +31,8 @@ from torchrl_replay_ext import compile_step
 SETTINGS = {"buffer_size": 10_000, "batch_size": 128, "hidden_sizes": "[120,84]", "train_interval": 10}
 SETTINGS |= {"gradient_steps": 1, "target_update_interval": 500, "initial_epsilon": 0.1, "final_epsilon": 0.1}
 OBSERVED, ACTIONS = 4, 2  # numbers of CartPole
-CONTINUOUS = {"TD3": td3, "SAC": sac}  # as CUDA graphs of a recipe's updates on HalfCheetah: TD3 makes two
+CONTINUOUS = {"TD3": td3, "SAC": sac}  # with the settings for HalfCheetah, where a graph of TD3 makes two updates
+HALFCHEETAH = 17, 6  # numbers observed, and numbers of an action
 SAMPLERS = ("uniform", "PER", "ReaPER")
 
 
@@ -83,13 +84,12 @@ def make_continuous_case(algorithm: str, name: str, data: TensorDict) -> Case:
     config: Any = parse_config(compose_config(key, ["env=halfcheetah"]), SCHEMAS[key])
     settings = getattr(config, key)
     buffer = buffers.full_buffer(name, buffers.GRAPH, data, batch_size=settings.batch_size, priority_key="td_error")
-    _, loss_module = recipe.make_loss(settings, data["observation"].shape[1], data["action"].shape[1], device)
+    _, loss_module = recipe.make_loss(settings, *HALFCHEETAH, device)
     optimizers: Any = recipe.make_optimizers(settings, loss_module)
     optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
     target = SoftUpdate(loss_module, tau=settings.tau)
     step = compile_step(recipe.make_update(config, buffer, loss_module, target, *optimizers), cudagraphs=True)
-    reference = buffers.contender(buffers.GRAPH, "uniform")
-    label = buffers.contender(buffers.GRAPH, name)
+    label, reference = (buffers.contender(buffers.GRAPH, each) for each in (name, "uniform"))
     row = Row("updates", algorithm, label, reference, len(data), settings.batch_size)
     return Case(row, lambda: step(None), compiled=True)
 
@@ -106,9 +106,9 @@ def measure_updates(chosen: list[str], options: Namespace) -> list[Row]:
             with skipping(label):
                 cases.append(make_case(label, name, mode, data))
     if device.type == "cuda":
-        size = data.batch_size
-        data["observation"], data["next", "observation"] = torch.randn(2, *size, 17, device=device)
-        data["action"] = torch.rand(*size, 6, device=device) * 2 - 1
+        observed, actions = HALFCHEETAH
+        data["observation"], data["next", "observation"] = torch.randn(2, count, observed, device=device)
+        data["action"] = torch.rand(count, actions, device=device) * 2 - 1
         for algorithm in CONTINUOUS:
             for label, name, mode in contenders(device):
                 if label in chosen and mode == buffers.GRAPH:

@@ -111,7 +111,7 @@ class Priorities(WriteObserver):
         if bool(((self._log.generation == 0) & (self.of_slot != 0)).any()):
             raise AssertionError("Priorities: an empty slot has a priority")
         if not self.largest.item() > 0:
-            # a new transition has the negative of it, which 0 does not have
+            # a new transition has its negative as priority, by which it is told from those that were updated
             raise AssertionError("Priorities: the largest priority is not positive")
         # the priority of a new transition is the largest priority at the time of its write
         if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):

@@ -352,7 +352,7 @@ class DecoupledSampler(SamplerWrapper):
         return {_CANDIDATES: state} if state else {}
 
     def _trial(self) -> Any:
-        """A copy of the critic's sampler, which refuses what it refuses: before a load, so that nothing is changed."""
+        """A copy of the critic's sampler, on which a state is tried before anything is changed."""
         own = getattr(self.critic_sampler, "trial_copy", None)
         return deepcopy(self.critic_sampler) if own is None else own()
 

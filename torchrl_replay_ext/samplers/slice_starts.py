@@ -266,13 +266,11 @@ class SliceStarts(Distribution):
         is_live = (self._time - times >= 0) & (self._time - times < self._size)
         rows, successor = times % self._size, following[times % self._size]
         goes_on = successor[:, :-1] == rows[:, 1:]
-        in_run = self._run.unsqueeze(1) >= torch.arange(self._slice_len, 1, -1, device=self._device)
-        is_right = goes_on | (~in_run & (successor[:, :-1] == rows[:, :-1]))
-        is_right &= is_live[:, 1:] & (times[:, 1:] > times[:, :-1])
-        # an unfinished episode has no more steps than it counts
-        begins = self._run.unsqueeze(1) == torch.arange(self._slice_len - 1, 0, -1, device=self._device)
-        is_open = self.lanes.is_open().unsqueeze(1)
-        is_right &= ~(goes_on & begins & is_open) & ~(is_open & (self._run.unsqueeze(1) == 0))
+        # of an unfinished episode, the last ``run`` rows are linked, and no others to them
+        run, is_open = self._run.unsqueeze(1), self.lanes.is_open().unsqueeze(1)
+        steps = torch.arange(self._slice_len, 1, -1, device=self._device)
+        is_right = (goes_on & ~(is_open & (run == steps - 1))) | ((run < steps) & (successor[:, :-1] == rows[:, :-1]))
+        is_right &= is_live[:, 1:] & (times[:, 1:] > times[:, :-1]) & ~(is_open & (run == 0))
         is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
         is_right = torch.cat([is_right, is_last.unsqueeze(1)], 1) | ~is_live
         if not bool(is_right.all() & (times <= self._time).all()):
