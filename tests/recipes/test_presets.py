@@ -3,6 +3,7 @@
 import pytest
 
 from recipes.common.atari_presets import GAMES, AtariConfig
+from recipes.envs import minatar_games
 from tests.recipes.runs import composed
 
 # ReaPER, appendix D
@@ -36,7 +37,7 @@ PRESETS = {
     **dict.fromkeys([f"dqn env=atari/{game}" for game in ("pong", "amidar", "qbert")], ATARI),
     "dqn env=threerooms": SSET | dict(buffer_size=20_000, hidden_sizes=[256], learning_rate=1e-3),
     "dqn env=obstacles": SSET | dict(buffer_size=100_000, hidden_sizes=[256, 256], learning_rate=5e-4),
-    **dict.fromkeys(["dqn env=minatar_breakout", "dqn env=minatar_space_invaders"], MINATAR),
+    **dict.fromkeys([f"dqn env=minatar_{game}" for game in minatar_games.GAMES], MINATAR),
     "sac env=lunarlander_continuous": SAC | dict(target_entropy=-2, batch_size=32, buffer_size=20_000),
     "sac env=halfcheetah": SAC | dict(target_entropy=-6),
     "sac env=hopper": SAC | dict(target_entropy=-3),
