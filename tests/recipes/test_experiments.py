@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from recipes.common.tables import read_csv
-from recipes.experiments import cliffwalk, reliability, sharding, sset_tabular, stylized
+from recipes.common.tables import append_rows, read_csv
+from recipes.experiments import acer_search, cliffwalk, reliability, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
@@ -65,3 +66,20 @@ def test_help_names_the_files(capsys):
         cliffwalk.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"directory of cliffwalk.csv, .png and .svg (default: {Path('runs') / 'cliffwalk'})" in shown
+
+
+def test_the_random_search_is_summed_up_by_environment(tmp_path, capsys):
+    # settings i = 0 to 6 with the last return i, and a run with the preset's settings, which is left out
+    rows = [
+        {"env": env, "threshold": 3, "reached": 50 if i > 3 else "", "final": i, "command": f"python -m x {words}"}
+        for env in ("cartpole", "invertedpendulum")
+        for i, words in enumerate([f"acer.learning_rate=1e-{8 - i} acer.delta={2 - i / 4}" for i in range(7)] + [""])
+    ]
+    append_rows(tmp_path / "runs.csv", rows)
+    acer_search.main([str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    best = f"{np.mean(range(2, 7)):.1f} ± {np.std(range(2, 7)):.1f}"
+    assert printed[2] == f"| CartPole | {best} | 3.0 | 0.0 | 3 of 7 | 1.00 | -1.00 |"
+    assert printed[3].startswith("| Inverted Pendulum |")
+    assert printed[4].split() == [str(tmp_path / f"search.{form}") for form in ("png", "svg")]
+    assert all(Path(name).stat().st_size for name in printed[4].split())
