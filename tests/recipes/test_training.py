@@ -1,6 +1,8 @@
 """What all training recipes have in common: their runs, environments, samplers and compiled updates."""
 
 import importlib.util
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -12,7 +14,7 @@ from recipes.common.config import DECOUPLED, EVENT_TABLES
 from recipes.common.options import environments
 from recipes.common.schemas import SCHEMAS
 from tests.params import slow_but
-from tests.recipes.runs import RECIPES, eager_and_compiled, rows
+from tests.recipes.runs import RECIPES, ROOT, eager_and_compiled, rows
 
 PACKAGES = {
     "minatar": "minatar",
@@ -119,3 +121,23 @@ def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatc
         [float(value) for row in table[1:] for key, value in row.items() if key.startswith("loss")] for table in tables
     ]
     assert results[0] and results[0] == pytest.approx(results[1], rel=2e-3, abs=1e-6)
+
+
+# eager code that ran before could leave results in caches of torch, without which a function cannot be traced
+FIRST = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+from tests.recipes.runs import RECIPES
+
+torch.compile = partial(torch.compile, backend="eager")
+for words in (["dqn"], ["td3"], ["sac"], ["r2d2"], ["acer"], ["acer", "env=pendulum"]):
+    train, composer = RECIPES[words[0]]
+    assert train(composer.configuration("compile=true", *words[1:]), Path(sys.argv[1], *words)) == 0
+"""
+
+
+def test_the_first_updates_of_a_process_can_be_compiled(tmp_path):
+    found = subprocess.run([sys.executable, "-c", FIRST, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr

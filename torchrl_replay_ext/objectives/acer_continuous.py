@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictParams
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Normal
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_integer
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
@@ -340,8 +340,10 @@ class ACERContinuousLoss(ACERBase):
         score = difference / variance.unsqueeze(-2)
         shift = policy.loc - average.loc
         g, k = (weights * score).sum(-2), shift / variance
+        spread = (average.scale.square() + shift.square()) / variance
+        # torch's kl_divergence cannot be traced before its first call in eager code
+        kl = (policy.scale / average.scale).log() + (spread - 1) / 2
         if "scale" in self.statistics:
             g_scale = (weights * (score * difference - 1)).sum(-2) / policy.scale
-            spread = average.scale.square() + shift.square()
-            g, k = torch.cat([g, g_scale], -1), torch.cat([k, (1 - spread / variance) / policy.scale], -1)
-        return g, k, kl_divergence(average, policy).sum(-1)
+            g, k = torch.cat([g, g_scale], -1), torch.cat([k, (1 - spread) / policy.scale], -1)
+        return g, k, kl.sum(-1)
