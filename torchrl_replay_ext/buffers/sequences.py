@@ -83,11 +83,7 @@ class CompilableSequence(Sequence):
 
 def _first(mask: Tensor) -> Tensor:
     """The place of the first True of each row of ``mask`` [n, k], k if there is none; int64 [n]."""
-    count = mask.shape[1]
-    if not count:
-        return torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
-    places = torch.arange(count, device=mask.device).expand_as(mask)
-    return where_int64(mask, places, torch.full_like(places, count)).amin(1)
+    return (mask.cumsum(1) == 0).sum(1)
 
 
 def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tuple[Tensor, Tensor]:
