@@ -203,9 +203,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         self._settle()
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
-        total = torch.Size([self.max_size]) if self.ndim == 1 else self._total_shape
-        assert total is not None
-        shape = tuple(total)
+        shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape or ())
         steps = scalar(self._len_value) // math.prod(shape[1:])
         return_index = []
         for length in (steps, *shape[1:]):
@@ -214,7 +212,6 @@ class CompilableTensorStorage(LazyTensorStorage):
         return return_index[0] if self.ndim == 1 else tuple(return_index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        length = state.pop("len__context", None)
         super().__setstate__(state)
-        if length is not None:
-            self._len_value = torch.tensor(length, dtype=torch.int64, device=self._last_cursor_index_value.device)
+        # TorchRL pickles the length as a number
+        self._len_value = torch.as_tensor(self._len_value, device=self._last_cursor_index_value.device)
