@@ -309,8 +309,6 @@ class EventTableMixture(Distribution):
         self._shares.step()
 
     def density(self, slots: Tensor) -> Tensor:
-        if not slots.numel():
-            return torch.zeros(0, dtype=torch.float64, device=self._device)
         self._refresh()
         mass = self._tree.prefix(self._view.begins).diff()
         eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
