@@ -106,20 +106,12 @@ class JointDraw:
         """
         density, betas = batch.pop(DENSITY, None), [report.beta for report in reports if report.beta is not None]
         if density is not None and betas:
-            smallest = self._smallest(division.probability[:, 0], reports)
-            least = density.min() if smallest is None else smallest
+            # no shard reports its smallest probability if weights are normalised over the batch
+            in_shards = zip(division.probability[:, 0], reports, strict=True)
+            drawn = [(p, report) for p, report in in_shards if p > 0 and report.mass[0] > 0]
+            smallest = [report.smallest * p / report.mass[0] for p, report in drawn if report.smallest is not None]
+            least = min(smallest, default=density.min())
             batch["priority_weight"] = np.minimum((density / least) ** -betas[0], 1.0).astype(np.float32)
-
-    def _smallest(self, probability: np.ndarray, reports: Sequence[Report]) -> float | None:
-        """The smallest probability of a stored transition; None if weights are normalised over the batch.
-
-        Args:
-            probability: that a row lies in each shard, float64 [shards].
-            reports: the reports after the draw.
-        """
-        drawn = [(p, report) for p, report in zip(probability, reports, strict=True) if report.mass[0] > 0 and p > 0]
-        scaled = [report.smallest * p / report.mass[0] for p, report in drawn if report.smallest is not None]
-        return min(scaled, default=None) if len(scaled) == len(drawn) else None
 
 
 def choose(parts: list[Arrays], wanted: int, unit: int, generator: torch.Generator | None) -> Arrays:
