@@ -148,10 +148,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def description(self) -> list[Any]:
         """Events, capacities and retention, to compare two objects. Functions cannot be compared and are left out."""
-        specs = [
-            (spec.name, spec.history, spec.table, spec.context, None if callable(spec.condition) else spec.condition)
-            for spec in self.specs
-        ]
+        specs = [vars(spec) | {"condition": None} if callable(spec.condition) else spec for spec in self.specs]
         return [specs, self.most, self.retention]
 
     def sizes(self) -> dict[str, int]:
