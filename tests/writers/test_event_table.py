@@ -489,8 +489,10 @@ class Row:
     end: torch.Tensor
 
 
-def test_a_row_may_be_a_tensorclass():
-    tables = EventTables([EventSpec("end", "end", history=2)], {"end": 4})
+@pytest.mark.parametrize("capacity", [{"end": 4}, {"end": 4, "default": 6}])
+def test_a_row_may_be_a_tensorclass(capacity):
+    retention = "pinned" if "default" in capacity else "ring"
+    tables = EventTables([EventSpec("end", "end", history=2)], capacity, retention=retention)
     rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=EventTableWriter(tables, done_key="end"), batch_size=4)
     for number in range(3):
         assert rb.add(Row(end=torch.tensor([number == 2]), batch_size=[])) == number

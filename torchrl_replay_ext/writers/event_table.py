@@ -365,7 +365,7 @@ class EventTableWriter(CompilableWriter):
         device, on_cpu = self.tables.device, torch.from_numpy(slots)
         written = on_cpu.to(device, non_blocking=True)
         index = written if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
-        data.set("index", expand_as_right(index, data))
+        self._set_index(data, index)
         consecutive = isinstance(as_index(slots), slice)
         _torchrl.set_rows(self._storage, written, data, first=int(slots[0]) if consecutive else None)
         self._write_count += len(slots)
