@@ -402,34 +402,45 @@ def assert_same_tensors(first, second):
         assert torch.equal(ours, theirs), name
 
 
+def a_log(size, lanes, assigned):
+    return WriteLog(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
+
+
+def a_reader(lanes):
+    return EpisodeReader("tests", lanes, "done", "trajectory", "initial", "continue")
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
 def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     size = 42 if assigned else 18 * lanes
-    index = EpisodeIndex(size if assigned else 18, lanes, assigned=assigned)
+    index = EpisodeIndex(a_log(size, lanes, assigned), a_reader(lanes))
     other = copy.deepcopy(index)
     for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size, seed=lanes), 1):
         updated, d = torch.randint(-2, size + 2, (9,)), 100 * torch.rand(9)
         for each, call in ((index, plainly), (other, run)):
-            now = torch.tensor([number])
-            call(each.write, slots, torch.tensor([number / 8], dtype=torch.float64), now - 1, marks, finished)
-            call(each.update, updated, d, now if number % 3 else None)
+            call(each.write, slots, torch.tensor([number / 8], dtype=torch.float64), marks, finished)
+            each._log.generation[slots] = number
+            each._log.num_writes.fill_(number)
+            each._log.last_seen_step.copy_(slots[-1] // each._log.layout.slots_per_step)
+            call(partial(each.update, updated, d, stays_new=number % 3 == 0))
             if number == 7:
-                call(each.remove, (slots[-1] + torch.arange(1, 1 + lanes)) % size)
+                oldest = (slots[-1] + torch.arange(1, 1 + lanes)) % size
+                call(each.remove, oldest)
+                each._log.generation[oldest] = 0
             if number == 9:
                 call(each.before_full_overwrite)
+                each._log.generation.zero_()
         assert_same_tensors(index.tensors(), other.tensors())
-        for ours, theirs in zip(index.arrays(slots), other.arrays(slots), strict=True):
+        for ours, theirs in zip(index.arrays(), other.arrays(), strict=True):
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-    other.check_valid((int(slots[-1]) + 1) % size)
+    other.check_valid()
     assert int(other.lanes.interrupted) > 0
 
 
 def some_slices(size, lanes, *, assigned, padded, starts="any"):
-    log = WriteLog(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
-    reader = EpisodeReader(done_key="done", traj_key="trajectory", init_key="initial")
-    arguments = {"num_streams": lanes, "reader": reader, "behaviour_keys": (), "on_load": "continue"}
-    return SliceStarts(log, slice_len=4, pad=padded, starts=starts, **arguments)
+    arguments = {"reader": a_reader(lanes), "behaviour_keys": (), "pad": padded, "starts": starts}
+    return SliceStarts(a_log(size, lanes, assigned), slice_len=4, **arguments)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -460,36 +471,39 @@ def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded,
 
 
 def test_all_implementations_refuse_the_same_trajectories(run):
-    index = EpisodeIndex(30, 2, assigned=True)
+    index = EpisodeIndex(a_log(30, 2, assigned=True), a_reader(2))
     no = torch.zeros(6, dtype=torch.bool)
     before = copy.deepcopy(index.tensors())
-    one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    write = partial(index.write, torch.arange(6), one, zero, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
+    one = torch.ones(1, dtype=torch.float64)
+    write = partial(index.write, torch.arange(6), one, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
     with pytest.raises(ValueError, match=r"trajectory 1 continues .* num_streams=2"):
         run(write)
     assert_same_tensors(before, index.tensors())
     marks = EpisodeMarks(no[:3], torch.tensor([0, 1, 2]))
     with pytest.warns(UserWarning, match="is closed at its last stored step"):
-        run(index.write, torch.arange(3), one, zero, marks, no[:3])
+        run(index.write, torch.arange(3), one, marks, no[:3])
     assert int(index.lanes.interrupted) == 1
-    index.check_valid(3)
+    index._log.generation[:3] = 1
+    index._log.last_seen_step.fill_(2)
+    index.check_valid()
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("assigned", [False, True])
 def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
     for seed in range(3 if INTERPRETED else 20):
-        episodes = EpisodeIndex(120, 2 if assigned else 1, assigned=assigned)
-        slices = some_slices(120, 2 if assigned else 1, assigned=assigned, padded=False)
+        lanes = 2 if assigned else 1
+        episodes = EpisodeIndex(a_log(120, lanes, assigned), a_reader(lanes))
+        slices = some_slices(120, lanes, assigned=assigned, padded=False)
         torch.manual_seed(seed)
         for index in (episodes, slices):
-            state = {name.removeprefix("slices_"): tensor for name, tensor in index.tensors().items()}
+            state = {name.partition("_")[2]: tensor for name, tensor in index.tensors().items()}
             scramble(*(state[name] for name in sorted(state.keys() - {"interrupted", "finished", "rows"})))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
-        run(episodes.write, slots, torch.rand(1, dtype=torch.float64), torch.tensor([1]), marks, marks.ended)
+        run(episodes.write, slots, torch.rand(1, dtype=torch.float64), marks, marks.ended)
         run(slices.write, slots, marks)
-        run(episodes.update, slots, torch.rand(12), torch.tensor([2]))
+        run(episodes.update, slots, torch.rand(12))
         run(episodes.remove, slots)
         walked, _ = run(slices.walk, torch.randint(-(2**50), 2**50, (20,)))
         assert int(walked.min()) >= 0 and int(walked.max()) < 120
@@ -499,9 +513,9 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
 
 
 def some_episodes(assigned=False, lanes=1, size=300):
-    """An index whose ring has wrapped, with finished, ongoing and new episodes; and the generations of its slots."""
-    index = EpisodeIndex(size if assigned else size // lanes, lanes, assigned=assigned)
-    generation, cursor = torch.zeros(size, dtype=torch.int64), 0
+    """An index whose ring has wrapped, with finished, ongoing and new episodes."""
+    log, cursor = a_log(size, lanes, assigned), 0
+    index = EpisodeIndex(log, a_reader(lanes))
     for number in range(1, 20):
         count = 12 * lanes
         slots = (cursor + torch.arange(count)) % size
@@ -509,14 +523,16 @@ def some_episodes(assigned=False, lanes=1, size=300):
         ended = (12 * number + step) % (9 + stream) == 0
         trajectory = (12 * number + step - 1) // (9 + stream) * lanes + stream if assigned else None
         marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
-        index.write(slots, torch.ones(1, dtype=torch.float64), torch.tensor([number - 1]), marks, finished=ended)
-        generation[slots] = number
-        index.update(slots[::3], 2 * torch.rand(slots[::3].shape), torch.tensor([number]) if number % 4 else None)
-    index.check_valid(cursor % size)
-    return index, generation
+        index.write(slots, torch.ones(1, dtype=torch.float64), marks, finished=ended)
+        log.generation[slots] = number
+        log.num_writes.fill_(number)
+        log.last_seen_step.copy_(slots[-1] // log.layout.slots_per_step)
+        index.update(slots[::3], 2 * torch.rand(slots[::3].shape), stays_new=number % 4 == 0)
+    index.check_valid()
+    return index
 
 
-def draw_by_reliability(index, generation, omega, tree, batch_size=50, tables=0):
+def draw_by_reliability(index, omega, tree, batch_size=50, tables=0):
     """Draw from the whole tree, or from ``tables`` parts of it; the last part is empty."""
     shape = max(tables, 1)
     low, total = torch.zeros(shape, dtype=torch.int64), tree.total().reshape(1)
@@ -525,33 +541,33 @@ def draw_by_reliability(index, generation, omega, tree, batch_size=50, tables=0)
         total = torch.cat([low[1:] - low[:-1], torch.zeros(1, dtype=torch.int64)])
     leaf, density = torch.empty(batch_size, dtype=torch.int64), torch.empty(batch_size, dtype=torch.float64)
     acceptance = torch.zeros(2, tables, dtype=torch.float64)
-    slot_at = torch.arange(tree.capacity, dtype=torch.int32).flip(0) % len(generation) if tables else low[:0]
+    slot_at = torch.arange(tree.capacity, dtype=torch.int32).flip(0) % index._log.layout.size if tables else low[:0]
     omega = torch.tensor([omega], dtype=torch.float64)
     table = torch.arange(batch_size) % shape
-    episodes, seed = index.arrays(generation), torch.randint(2**63 - 1, (1,))
+    episodes, seed = index.arrays(), torch.randint(2**63 - 1, (1,))
     ops.reaper_draw(seed, table, low, total, omega, slot_at, *tree.arrays(), leaf, density, acceptance, *episodes)
     return leaf, density, acceptance
 
 
 @pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
 def test_all_implementations_have_the_same_reliability(run, assigned, lanes):
-    index, generation = some_episodes(assigned, lanes)
+    index = some_episodes(assigned, lanes)
     slots = torch.randint(300, (200,))
-    reliability = index.reliability(slots, generation)
+    reliability = index.reliability(slots)
     assert 0 <= reliability.min() < 0.2 and reliability.max() == 1
-    torch.testing.assert_close(run(index.reliability, slots, generation), reliability, rtol=1e-15, atol=0)
+    torch.testing.assert_close(run(index.reliability, slots), reliability, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("omega", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
 def test_all_implementations_find_the_same_smallest_density(run, omega, assigned, lanes):
-    index, generation = some_episodes(assigned, lanes)
+    index = some_episodes(assigned, lanes)
     masses = torch.randint(0, 2**24, (300,)) * (torch.arange(300) % 5 > 0)
-    psi = masses * index.reliability(torch.arange(300), generation) ** omega
+    psi = masses * index.reliability(torch.arange(300)) ** omega
     result, exponent = torch.empty(1, dtype=torch.float64), torch.tensor([omega], dtype=torch.float64)
-    run(ops.reaper_smallest, masses, exponent, result, *index.arrays(generation))
+    run(ops.reaper_smallest, masses, exponent, result, *index.arrays())
     torch.testing.assert_close(result[0], psi[psi > 0].min(), rtol=1e-12, atol=0)
-    run(ops.reaper_smallest, torch.zeros_like(masses), exponent, result, *index.arrays(generation))
+    run(ops.reaper_smallest, torch.zeros_like(masses), exponent, result, *index.arrays())
     assert result.isinf()
 
 
@@ -565,13 +581,13 @@ def where_proposals_are_rejected(mass, factor):
 @pytest.mark.parametrize("omega", [0.0, 0.5, 20.0])
 @pytest.mark.parametrize("tables", [0, 4])
 def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
-    index, generation = some_episodes()
+    index = some_episodes()
     tree, slots = a_tree(300), torch.arange(300)
     if omega > 1:
-        factor = index.reliability(slots.flip(0) if tables else slots, generation) ** omega
+        factor = index.reliability(slots.flip(0) if tables else slots) ** omega
         tree.write(slots, where_proposals_are_rejected(tree.get(slots) >> 20, factor))
     tree.write(torch.arange(0, 300, 7), 0)
-    draw = partial(draw_by_reliability, index, generation, omega, tree, tables=tables)
+    draw = partial(draw_by_reliability, index, omega, tree, tables=tables)
     torch.manual_seed(1)
     leaf, density, acceptance = draw()
     torch.manual_seed(1)
@@ -583,7 +599,7 @@ def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
     is_drawn = torch.arange(50) % 4 != 3 if tables else torch.ones(50, dtype=torch.bool)
     assert (density[is_drawn] > 0).all() and not leaf[~is_drawn].any() and not density[~is_drawn].any()
     slots = (299 - leaf) if tables else leaf
-    psi = index.reliability(slots, generation) ** omega * tree.get(leaf)
+    psi = index.reliability(slots) ** omega * tree.get(leaf)
     torch.testing.assert_close(density[is_drawn], psi[is_drawn], rtol=1e-12, atol=0)
     if tables:
         assert (leaf // 75 == torch.arange(50) % 4)[is_drawn].all()
@@ -593,16 +609,16 @@ def test_all_implementations_draw_the_same_by_reliability(run, omega, tables):
 @pytest.mark.parametrize("omega", [0.5, 20.0])
 @pytest.mark.parametrize("tables", [0, 4])
 def test_draws_follow_psi(run, omega, tables):
-    index, generation = some_episodes()
+    index = some_episodes()
     slots = (39 - torch.arange(40)) if tables else torch.arange(40)
-    factor = index.reliability(slots, generation) ** omega
+    factor = index.reliability(slots) ** omega
     mass = torch.randint(2**20, 2**21, (40,))
     if omega > 1:
         mass = where_proposals_are_rejected(mass, factor)
     tree = SumTree(40)
     tree.write(torch.arange(40), mass)
     psi = factor * mass
-    draw = partial(draw_by_reliability, index, generation, omega, tree, batch_size=ROWS, tables=tables)
+    draw = partial(draw_by_reliability, index, omega, tree, batch_size=ROWS, tables=tables)
     leaf, density, acceptance = run(draw)
     torch.testing.assert_close(density[:: max(tables, 1)], psi[leaf][:: max(tables, 1)], rtol=1e-9, atol=0)
     for table in range(max(tables - 1, 1)):
@@ -622,16 +638,14 @@ def test_draws_follow_psi(run, omega, tables):
 
 @pytest.mark.parametrize("assigned", [False, True])
 def test_draws_by_reliability_stay_in_range_whatever_the_state_holds(run, assigned):
-    index, generation = some_episodes(assigned, 2)
+    index = some_episodes(assigned, 2)
     tree = a_tree(300)
-    arrays = [
-        torch.as_tensor(each) for each in (*tree.arrays(), *index.arrays(generation)) if not isinstance(each, int)
-    ]
+    arrays = [torch.as_tensor(each) for each in (*tree.arrays(), *index.arrays()) if not isinstance(each, int)]
     scramble(*(array for array in arrays if array.numel() and array.dtype != torch.bool))
     for tables in (0, 4):
-        leaf, *_ = run(partial(draw_by_reliability, index, generation, 5.0, tree, tables=tables))
+        leaf, *_ = run(partial(draw_by_reliability, index, 5.0, tree, tables=tables))
         assert int(leaf.min()) >= 0 and int(leaf.max()) < 300
-    run(index.reliability, torch.randint(-(2**50), 2**50, (100,)), generation)
+    run(index.reliability, torch.randint(-(2**50), 2**50, (100,)))
 
 
 # --- ranks

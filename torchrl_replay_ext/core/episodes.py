@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.kernels.ops import Views, episodes_remove, episodes_update, episodes_write, reaper_reliability
+
+if TYPE_CHECKING:
+    from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
 
 _PAGE = SumTree.PAGE
 
@@ -36,7 +41,7 @@ def _times(ids: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
 
 
-class EpisodeIndex:
+class EpisodeIndex(WriteObserver):
     """The episodes in a ring buffer, and prefix sums of a mass, the priority d, along each episode.
 
     Each lane holds the transitions of one stream of experience in time order. An episode is a run of consecutive
@@ -44,46 +49,35 @@ class EpisodeIndex:
     transition in O(log N), whatever the length of the episode. Overwritten transitions are removed from the sums, so an
     episode loses its oldest transitions first. Layouts:
 
-    * ``assigned=False``: the storage fixes the lanes. Slot t·lanes + e is step t of lane e. One environment in flat
-      storage is a single lane.
-    * ``assigned=True``, for several environments in one flat storage: the trajectory id determines the lane of a
+    * Fixed lanes: slot t·lanes + e is step t of lane e. One environment in flat storage is a single lane.
+    * Assigned lanes, for several environments in one flat storage: the trajectory id determines the lane of a
       transition. Lanes take pages from a common pool and return them, so a lane may have any length.
 
     All shapes are static, and no operation reads from an accelerator, except with ``validate``.
 
     Args:
-        steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
-        num_lanes: number of lanes. Default: 1.
-        assigned: lanes are assigned by trajectory id. Default: False.
-        device: device of the tensors. Default: None, the CPU.
-        validate: see :class:`~torchrl_replay_ext.core.lanes.Lanes`. Default: False.
+        log: the generations of the slots.
+        reader: reads the ends of episodes.
     """
 
+    needs_order = True
     # lower limit of the largest total in :meth:`reliability`: the largest total of other shards
     least_largest = 0
 
-    def __init__(
-        self,
-        steps: int,
-        num_lanes: int = 1,
-        *,
-        assigned: bool = False,
-        device: torch.device | str | None = None,
-        validate: bool = False,
-    ):
-        self.steps, self.num_lanes, self.assigned = steps, num_lanes, assigned
-        self.lanes = Lanes(steps, num_lanes, assigned=assigned, device=device, validate=validate)
-        self.size = size = self.lanes.size
-        self.device = torch.device(device or "cpu")
-        self.span, num_pages, page_table = steps, 0, None
+    def __init__(self, log: WriteLog, reader: EpisodeReader):
+        self._log, self._reader = log, reader
+        steps, size, device = log.layout.steps, log.layout.size, log.layout.device
+        self.lanes = Lanes(log.layout, reader.num_streams)
+        num_lanes, assigned = self.lanes.num_lanes, self.lanes.assigned
+        self._device, self._span, num_pages, page_table = device, steps, 0, None
         if assigned:
             blocks = -(-steps // _PAGE) + 2
-            self.span = blocks * _PAGE
+            self._span = blocks * _PAGE
             num_pages = -(-steps // _PAGE) + 2 * num_lanes
             # unwritten slots point to the last block, which never has a page
             page_table = torch.full((num_lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
         self._pages = _free_ids(num_pages, device)
-        positions = num_lanes * self.span
+        positions = num_lanes * self._span
         # the tree of the masses
         self._tree = SumTree(
             positions + (_PAGE if assigned else 0),
@@ -102,7 +96,7 @@ class EpisodeIndex:
         records = size + num_lanes
         self._none = records
         # the record of each slot
-        self.episode = full(size, records, narrow)
+        self._episode = full(size, records, narrow)
         # of each record: the sum of its masses, the position of its first transition, and the number of transitions
         self._episode_sums = MaxTree(records + 1, device=device)
         self._start = full(records + 1, 0, narrow)
@@ -119,8 +113,8 @@ class EpisodeIndex:
         self._memory = Views(self._lane_episode, self._lane_next, self._count, self._records, self._pages)
         self._sums = Views(
             *(self._tree.leaves, self._tree.nodes, self._tree.pages, self._tree.capacity),
-            *(self._position, num_lanes, self.span, self._lane_total),
-            *(self.episode, self._start, self._finished, self._updated_at),
+            *(self._position, num_lanes, self._span, self._lane_total),
+            *(self._episode, self._start, self._finished, self._updated_at),
             *(self._episode_sums.leaves, self._episode_sums.nodes),
         )
 
@@ -128,90 +122,75 @@ class EpisodeIndex:
         """The largest sum of the masses of an episode."""
         return int(self._episode_sums.max())
 
-    def holds(self, slots: Tensor) -> Tensor:
-        """True where a slot of ``slots`` [n] belongs to an episode, bool [n]."""
-        return gather_in_bounds(self.episode, slots) != self._none
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        """Insert the rows of a write, or the new priorities of rows that were changed in place."""
+        marks = self._reader.read(rows, needs_ids=self.lanes.assigned)
+        finished = self._reader.finished(rows, marks.ended)
+        if rows.is_rewrite:
+            # the position of the transition in its episode does not change
+            self.update(slots, priority, stays_new=True)
+        else:
+            self.write(slots, priority, marks, finished)
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first.
 
         In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
         """
-        episodes_remove(slots.contiguous(), not self.assigned, *self._memory(), *self._sums())
-        if not self.assigned:
-            self.lanes.end_all()
+        self._remove(slots, stops=not self.lanes.assigned)
 
-    def end_all(self) -> None:
-        """End all unfinished episodes; for reliability they stay unfinished."""
-        none = self.episode.new_empty(0, dtype=torch.int64)
-        episodes_remove(none, True, *self._memory(), *self._sums())
-        self.lanes.end_all()
+    def _remove(self, slots: Tensor, *, stops: bool) -> None:
+        """Remove ``slots`` [n]. ``stops``: end all unfinished episodes; for reliability they stay unfinished."""
+        episodes_remove(slots.contiguous(), stops, *self._memory(), *self._sums())
+        if stops:
+            self.lanes.end_all()
 
     def before_full_overwrite(self) -> None:
         """Remove all content and end all episodes before a write of more rows than slots."""
         self._clear_content()
         self.lanes.end_all()
 
-    def write(
-        self,
-        slots: Tensor,
-        d: Tensor,
-        num_writes: Tensor,
-        marks: EpisodeMarks,
-        finished: Array,
-    ) -> None:
+    def write(self, slots: Tensor, d: Tensor, marks: EpisodeMarks, finished: Array) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
             slots: int64 [n], distinct.
             d: the priority of each new transition, float64 [1]; its mass is that of :meth:`SumTree.to_mass`.
-            num_writes: number of the write before this one, int64 [1].
             marks: the ends and beginnings of episodes, and the trajectory ids.
             finished: bool [n]; where an episode ends, whether reliability treats it as finished.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        rows = finished, d, num_writes
+        rows = finished, d, self._log.num_writes
         self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
 
-    def positions(self, slots: Tensor) -> Tensor:
-        """Positions of ``slots`` [n], lane by lane in time order, int64 [n]."""
-        if self.assigned:
-            return gather_in_bounds(self._position, slots).to(torch.int64)
-        if self.num_lanes == 1:
-            return slots
-        return slots % self.num_lanes * self.steps + slots // self.num_lanes
-
-    def update(self, slots: Tensor, d: Tensor, num_writes: Tensor | None) -> None:
+    def update(self, slots: Tensor, d: Tensor, *, stays_new: bool = False) -> None:
         """Set the masses of ``slots`` [n]. Slots that are out of range or empty are skipped.
 
         Args:
             slots: int64 [n]. Of duplicates the last one wins.
             d: their priorities, float [n], or [1] for all slots; see :meth:`SumTree.to_mass`.
-            num_writes: number of the last write, int64 [1]: the transitions of the updated episodes are no longer new.
-                None: no change.
+            stays_new: if False (default), the transitions of the updated episodes are no longer new.
         """
-        number = slots[:0] if num_writes is None else num_writes
+        number = slots[:0] if stays_new else self._log.num_writes
         episodes_update(slots.contiguous(), d, number, *self._sums())
 
-    def arrays(self, generation: Array) -> list[Any]:
-        """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`.
+    def arrays(self) -> list[Any]:
+        """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`."""
+        return [*self._sums(), self.least_largest, self._log.views()[0]]
 
-        ``generation``, int64 [size]: number of the write that filled each slot.
-        """
-        return [*self._sums(), self.least_largest, generation]
-
-    def reliability(self, slots: Tensor, generation: Tensor) -> Tensor:
+    def reliability(self, slots: Tensor) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in [0, 1]; 1 for new transitions.
 
-        It is also 1 in episodes without mass. ``generation``: see :meth:`arrays`.
+        It is the share of the masses of the episode up to and including the transition (Pleiss et al., Eq. 16), or 1 in
+        episodes without mass.
 
         Returns:
             float64 [n].
         """
         result = slots.new_empty(slots.shape[0], dtype=torch.float64)
-        reaper_reliability(slots.contiguous(), result, *self.arrays(generation))
+        reaper_reliability(slots.contiguous(), result, *self.arrays())
         return result
 
     @property
@@ -219,11 +198,17 @@ class EpisodeIndex:
         """The largest mass a transition may have, as a priority."""
         return self._tree.max_supported_priority
 
+    def stats(self) -> dict[str, Tensor]:
+        """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
+        slots = self._log.stored_slots()
+        mean = self.reliability(slots).mean() if slots.numel() else torch.ones(())
+        return {"reliability_mean": mean, "interrupted": self.lanes.interrupted.sum()}
+
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name; :meth:`rebuild_` recomputes derived state."""
+        """The state by name; :meth:`rebuild` recomputes derived state."""
         state = {
             "masses": self._tree.leaves,
-            "episode": self.episode,
+            "episode": self._episode,
             "totals": self._episode_sums.leaves,
             "start": self._start,
             "count": self._count,
@@ -237,18 +222,20 @@ class EpisodeIndex:
         }
         if self._tree.page_table is not None:
             state |= {"position": self._position, "page_table": self._tree.page_table, "pages": self._pages}
-        return state
+        return {f"episodes_{name}": tensor for name, tensor in state.items()}
 
     def raise_numbers(self, last: int) -> None:
         """Raise the numbers of all writes by ``last``."""
         self._updated_at.add_(last * (self._updated_at > 0))
 
-    def rebuild_(self) -> None:
-        """Recompute the trees after their leaves were overwritten."""
+    def rebuild(self) -> None:
+        """Recompute the trees after their leaves were overwritten, and end episodes that do not continue."""
         self._tree.rebuild_()
         self._episode_sums.rebuild_()
+        if self._reader.on_load == "truncate":
+            self._remove(self._records.new_empty(0, dtype=torch.int64), stops=True)
 
-    def clear_(self) -> None:
+    def clear(self) -> None:
         """Remove all content, and forget all trajectories."""
         self._clear_content()
         self.lanes.clear_()
@@ -257,42 +244,46 @@ class EpisodeIndex:
         self._tree.clear_()
         if self._tree.page_table is not None:
             self._tree.page_table.fill_(len(self._pages) - 1)
-            self._position.fill_(self.num_lanes * self.span)
+            self._position.fill_(self.lanes.num_lanes * self._span)
         zeros = [self._episode_sums.leaves, self._start, self._count, self._updated_at, self._finished]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
-        for field in (self.episode, self._lane_episode):
+        for field in (self._episode, self._lane_episode):
             field.fill_(self._none)
         for free in (self._records, self._pages):
-            free.copy_(torch.arange(len(free), device=self.device))
+            free.copy_(torch.arange(len(free), device=self._device))
         self._episode_sums.rebuild_()
 
-    def check_valid(self, oldest: int) -> None:
-        """Raise AssertionError if sums, counts, records, positions or pages contradict each other. O(size).
-
-        ``oldest``: the slot after the last write; from there on, the slots of the ring are in time order.
-        """
+    def check_valid(self) -> None:
+        """Raise AssertionError if sums, counts, records, positions or pages contradict each other. O(size)."""
         self._tree.check_valid()
         self._episode_sums.check_valid()
         self.lanes.check_valid()
         check_counts("EpisodeIndex", self._lane_next, self._updated_at)
-        slots = (oldest + torch.arange(self.size, device=self.device)) % self.size
-        slots = slots[self.holds(slots)]
-        record, position = self.episode[slots].to(torch.int64), self.positions(slots)
+        # from the slot after the last write on, the slots of the ring are in time order
+        layout, num_lanes, span = self._log.layout, self.lanes.num_lanes, self._span
+        slots = layout.slots_from((int(self._log.last_seen_step) + 1) % layout.steps, layout.size)
+        is_held = self._episode[slots] != self._none
+        if not torch.equal(is_held, self._log.generation[slots] > 0):
+            raise AssertionError("EpisodeIndex: an empty slot is in an episode, or a stored transition is in none")
+        slots = slots[is_held]
+        record, position = self._episode[slots].to(torch.int64), slots % num_lanes * span + slots // num_lanes
+        if self.lanes.assigned:
+            position = self._position[slots].to(torch.int64)
         count = _times(record, self._none + 1)
         if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
             raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
         # of each transition, the number of earlier ones in its episode
-        number, order = torch.arange(len(slots), device=self.device), record.argsort(stable=True)
+        number, order = torch.arange(len(slots), device=self._device), record.argsort(stable=True)
         earlier = torch.empty_like(record).index_copy_(0, order, number - (count.cumsum(0) - count)[record[order]])
         start = self._start[record].to(torch.int64)
-        if not torch.equal(position, start // self.span * self.span + (start + earlier) % self.span):
+        if not torch.equal(position, start // span * span + (start + earlier) % span):
             raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
         if position.unique().numel() != position.numel():
             raise AssertionError("EpisodeIndex: two slots have the same position")
         mass = self._tree.get(position)
         per_record = torch.zeros_like(self._episode_sums.leaves).index_add_(0, record, mass)
-        per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // self.span, mass)
+        per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // span, mass)
         if not torch.equal(per_record, self._episode_sums.leaves) or not torch.equal(per_lane, self._lane_total):
             raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
         if int(self._tree.total()) != int(mass.sum()):
@@ -304,15 +295,15 @@ class EpisodeIndex:
         if not torch.equal(self._lane_episode != self._none, self.lanes.is_open()):
             raise AssertionError("EpisodeIndex: the lanes with unfinished episodes are wrong")
         # the position after the last transition of each lane
-        following = torch.arange(self.num_lanes, device=self.device) * self.span + self._lane_next % self.span
-        last = torch.full_like(following, -1).scatter_reduce_(0, position // self.span, number, "amax")
+        following = torch.arange(num_lanes, device=self._device) * span + self._lane_next % span
+        last = torch.full_like(following, -1).scatter_reduce_(0, position // span, number, "amax")
         lanes = (last >= 0).nonzero().squeeze(1)
-        after = lanes * self.span + (position[last[lanes]] + 1) % self.span
-        if self.assigned and not torch.equal(following[lanes], after):
+        after = lanes * span + (position[last[lanes]] + 1) % span
+        if self.lanes.assigned and not torch.equal(following[lanes], after):
             raise AssertionError("EpisodeIndex: the next position of a lane is wrong")
         following[lanes] = after
         start = self._start[going_on].to(torch.int64)
-        end = start // self.span * self.span + (start + count[going_on]) % self.span
+        end = start // span * span + (start + count[going_on]) % span
         if not torch.equal(end, following[self._lane_episode != self._none]):
             raise AssertionError("EpisodeIndex: an unfinished episode is not the last one of its lane")
         if self._tree.page_table is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, is_traced
-from torchrl_replay_ext.core.layout import check_counts
+from torchrl_replay_ext.core.layout import Layout, check_counts
 from torchrl_replay_ext.kernels.lanes_layout import (
     CAREFUL,
     CHAIN,
@@ -53,27 +53,16 @@ class Lanes:
     but it is an error if it interrupts a trajectory that interrupted another one: there are too few lanes.
 
     Args:
-        steps: length of the ring: in slots per lane if lanes are fixed, in slots if they are assigned.
-        num_lanes: number of lanes. Default: 1.
-        assigned: lanes are assigned by trajectory id. Default: False.
-        device: device of the tensors. Default: None, the CPU.
-        validate: raise errors on accelerators too, where the host must wait for the device to see them. If False
-            (default), interruptions are only counted there, as in graphs.
+        layout: the slots. Without ``layout.validate``, interruptions are only counted on accelerators, as in graphs.
+        num_streams: number of environments that write to flat storage; from 2 on, lanes are assigned. Default: 1.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        num_lanes: int = 1,
-        *,
-        assigned: bool = False,
-        device: torch.device | str | None = None,
-        validate: bool = False,
-    ):
-        self.num_lanes, self.assigned, self._validate = num_lanes, assigned, validate
-        self.size = steps if assigned else steps * num_lanes
+    def __init__(self, layout: Layout, num_streams: int = 1):
+        self._validate, device = layout.validate, layout.device
+        self.assigned = len(layout.shape) == 1 and num_streams > 1
+        self.num_lanes = num_streams if self.assigned else layout.slots_per_step
         # see lanes_layout
-        self._state = torch.zeros(4, num_lanes, dtype=torch.int64, device=device)
+        self._state = torch.zeros(4, self.num_lanes, dtype=torch.int64, device=device)
         # number of episodes that were interrupted by a row that is not marked as the first of its episode
         self.interrupted = torch.zeros(1, dtype=torch.int64, device=device)
         self._result = torch.zeros(2, dtype=torch.int64, device=device)

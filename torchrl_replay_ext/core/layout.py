@@ -65,12 +65,6 @@ class Layout(NamedTuple):
         """Number of slots."""
         return math.prod(self.shape)
 
-    def lanes(self, num_streams: int) -> tuple[int, int, bool]:
-        """Number of steps, number of lanes, and whether streams are assigned to lanes (``num_streams`` > 1, flat)."""
-        if len(self.shape) > 1:
-            return self.steps, self.slots_per_step, False
-        return self.steps, num_streams, num_streams > 1
-
     def slots_from(self, step: int, count: int) -> Tensor:
         """The next ``count`` slots of the ring from ``step`` on, int64 [count]."""
         return (step * self.slots_per_step + torch.arange(count, device=self.device)) % self.size

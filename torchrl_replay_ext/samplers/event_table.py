@@ -22,7 +22,8 @@ from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTab
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
 from torchrl_replay_ext.samplers.rank import RankBasedSampler
-from torchrl_replay_ext.samplers.reaper import ReaPERSampler, Reliability
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.samplers.rows import EpisodeReader
 from torchrl_replay_ext.samplers.table_shares import TableShares
 from torchrl_replay_ext.samplers.within_table import ByMembership, ByRank, ByReliability
 
@@ -177,8 +178,7 @@ class EventTableSampler(DistributionSampler):
         further: dict[str, Any] = {}
         if kind == "reaper":
             given: dict[str, Any] = {name: settings.pop(name) for name in _EPISODES}
-            omega = hyperparameters["omega"]
-            further["make_reliability"] = partial(Reliability, owner="EventTableSampler", omega=omega, **given)
+            further = {"omega": hyperparameters["omega"], "reader": EpisodeReader("EventTableSampler", **given)}
         make = partial(
             ByMembership if correction == "priority" else distribution,
             tables=tables,

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
-from torchrl_replay_ext.arguments import (
-    OnLoad,
-    TDError,
-    WeightNorm,
-    require_choice,
-    require_integer,
-    require_nested_keys,
-)
+from torchrl_replay_ext.arguments import OnLoad, TDError, WeightNorm, require_choice
 from torchrl_replay_ext.compilation import Array, random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.kernels.ops import Views, cast, empty, reaper_draw, reaper_smallest
+from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Draw, RowView, ShardRows, Sums, WriteObserver
+from torchrl_replay_ext.samplers.base import Draw, ShardRows, Sums
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import PowerDistribution
-from torchrl_replay_ext.samplers.rows import EpisodeReader
+from torchrl_replay_ext.samplers.rows import EpisodeReader, Truncated
 
 
 class Rejection:
@@ -40,12 +32,13 @@ class Rejection:
 
     Args:
         tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
-        reliability: the model of R.
+        episodes: the episodes, which give R.
+        omega: the exponent of R.
         tables: the event tables. None (default): all rows are drawn from the whole tree.
     """
 
-    def __init__(self, tree: SumTree, reliability: Reliability, tables: TableView | None = None):
-        self._tree, self._reliability, self._tables = tree, reliability, tables
+    def __init__(self, tree: SumTree, episodes: EpisodeIndex, omega: Hyperparameter, tables: TableView | None = None):
+        self._tree, self._episodes, self._omega, self._tables = tree, episodes, omega, tables
         device = tree.leaves.device
         # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
         self._acceptance = torch.zeros(
@@ -78,15 +71,19 @@ class Rejection:
         reaper_draw(
             random_seed(self._acceptance.device, generator),
             *rows,
-            self._reliability.omega.views()[0],
+            self._omega.views()[0],
             none if self._tables is None else self._tables.slot_at,
             *arrays,
             leaf,
             density,
             self._acceptance,
-            *self._reliability.arrays(),
+            *self._episodes.arrays(),
         )
         return leaf, density
+
+    def factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n], float64 [n]."""
+        return self._episodes.reliability(slots) ** self._omega.tensor[0]
 
     def acceptance(self) -> Tensor:
         """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
@@ -108,122 +105,14 @@ class Rejection:
         return {} if self._tables is None else {"acceptance": self._acceptance}
 
 
-Truncated = Literal["finished", "ongoing"]
-
-
-class Reliability(WriteObserver):
-    """R of Eq. 16: the share of the TD errors of an episode up to and including a transition.
-
-    Args:
-        log: the generations of the slots.
-        owner: class name of the sampler, for error messages.
-        omega: the exponent of R.
-        num_streams, truncated, done_key, terminated_key, traj_key, init_key, on_load: see :class:`ReaPERSampler`.
-
-    Raises:
-        TypeError, ValueError: if an argument is invalid.
-    """
-
-    needs_order = True
-
-    def __init__(
-        self,
-        log: WriteLog,
-        *,
-        owner: str,
-        omega: Hyperparameter,
-        num_streams: int,
-        truncated: Truncated,
-        done_key: NestedKey,
-        terminated_key: NestedKey,
-        traj_key: NestedKey,
-        init_key: NestedKey,
-        on_load: OnLoad,
-    ):
-        require_integer(owner, "num_streams", num_streams)
-        require_choice(owner, "truncated", truncated, get_args(Truncated))
-        require_choice(owner, "on_load", on_load, get_args(OnLoad))
-        keys: dict[str, NestedKey] = {"done_key": done_key, "traj_key": traj_key, "init_key": init_key}
-        require_nested_keys(owner, **keys, terminated_key=terminated_key)
-        self._log, self.omega, self._reader = log, omega, EpisodeReader(**keys)
-        self._truncated, self._terminated_key, self._on_load = truncated, terminated_key, on_load
-        steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        self.episodes = EpisodeIndex(
-            steps, num_lanes, assigned=assigned, device=log.layout.device, validate=log.layout.validate
-        )
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        marks = self._reader.read(rows, needs_ids=self.episodes.assigned)
-        finished = marks.ended
-        if self._truncated == "ongoing":
-            (terminated,) = rows.columns([self._terminated_key])
-            if terminated is None:
-                why = "which truncated='ongoing' needs. The environment should write it; pass its name as "
-                raise rows.missing(self._terminated_key, f"{why}terminated_key=.")
-            finished = cast(terminated, torch.bool)
-        if rows.is_rewrite:
-            # the position of the transition in its episode does not change
-            self.episodes.update(slots, priority, None)
-            return
-        self.episodes.write(slots, priority, self._log.num_writes, marks, finished)
-
-    def remove(self, slots: Tensor) -> None:
-        self.episodes.remove(slots)
-
-    def before_full_overwrite(self) -> None:
-        self.episodes.before_full_overwrite()
-
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Set d of ``slots`` [n] to ``priority`` [n]; see :meth:`Distribution.update`."""
-        self.episodes.update(slots, priority, self._log.num_writes)
-
-    def of(self, slots: Tensor) -> Tensor:
-        """R of ``slots`` [n], float64 [n]."""
-        return self.episodes.reliability(slots, self._log.generation)
-
-    def factor(self, slots: Tensor) -> Tensor:
-        """R^ω of ``slots`` [n], float64 [n]."""
-        return self.of(slots) ** self.omega.tensor[0]
-
-    def arrays(self) -> list[Array]:
-        """The state that kernels read, see :meth:`EpisodeIndex.arrays`."""
-        return self.episodes.arrays(self._log.views()[0])
-
-    def stats(self) -> dict[str, Tensor]:
-        """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
-        slots = self._log.stored_slots()
-        mean = self.of(slots).mean() if slots.numel() else torch.ones(())
-        return {"reliability_mean": mean, "interrupted": self.episodes.lanes.interrupted.sum()}
-
-    def clear(self) -> None:
-        self.episodes.clear_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"episodes_{name}": tensor for name, tensor in self.episodes.tensors().items()}
-
-    def raise_numbers(self, last: int) -> None:
-        self.episodes.raise_numbers(last)
-
-    def rebuild(self) -> None:
-        self.episodes.rebuild_()
-        if self._on_load == "truncate":
-            self.episodes.end_all()
-
-    def check_valid(self) -> None:
-        layout = self._log.layout
-        self.episodes.check_valid((int(self._log.last_seen_step) + 1) % layout.steps * layout.slots_per_step)
-        slots = torch.arange(layout.size, device=layout.device)
-        if not torch.equal(self.episodes.holds(slots), self._log.generation[: len(slots)] > 0):
-            raise AssertionError("Reliability: an empty slot is in an episode, or a stored transition is in none")
-
-
 class ReliabilityAdjusted(PowerDistribution):
     """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α, by rejection: proposals follow d^α and are accepted with probability R^ω.
 
     Args:
         log, priorities: the state of the slots.
         alpha: the exponent of d.
-        make_reliability: creates the model of R from the log.
+        omega: the exponent of R.
+        reader: reads the ends of episodes.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
@@ -235,21 +124,22 @@ class ReliabilityAdjusted(PowerDistribution):
         priorities: Priorities,
         *,
         alpha: Hyperparameter,
-        make_reliability: Callable[[WriteLog], Reliability],
+        omega: Hyperparameter,
+        reader: EpisodeReader,
         weight_norm: WeightNorm,
     ):
         super().__init__(log, priorities, alpha)
-        self._weight_norm, self._device = weight_norm, log.layout.device
-        self._reliability = make_reliability(log)
-        self.parts = (self._reliability,)
-        self._rejection = Rejection(self._tree, self._reliability)
+        self._weight_norm, self._device, self._omega = weight_norm, log.layout.device, omega
+        self._episodes = EpisodeIndex(log, reader)
+        self.parts = (self._episodes,)
+        self._rejection = Rejection(self._tree, self._episodes, omega)
 
     @property
     def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._reliability.episodes.max_supported_priority)
+        return min(super().max_supported_priority, self._episodes.max_supported_priority)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._reliability.update(slots, priority)
+        self._episodes.update(slots, priority)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         slots, density = self._rejection.draw(batch_size, generator)
@@ -261,7 +151,7 @@ class ReliabilityAdjusted(PowerDistribution):
             return None
         result = torch.empty(1, dtype=torch.float64, device=self._device)
         masses = self._tree.leaves[: self._size]
-        reaper_smallest(masses, self._reliability.omega.views()[0], result, *self._reliability.arrays())
+        reaper_smallest(masses, self._omega.views()[0], result, *self._episodes.arrays())
         return result
 
     def sums(self) -> Sums:
@@ -269,28 +159,28 @@ class ReliabilityAdjusted(PowerDistribution):
         return Sums(
             self._tree.total().double().reshape(1),
             None if smallest is None else smallest[0],
-            largest_episode=self._reliability.episodes.largest_total(),
+            largest_episode=self._episodes.largest_total(),
         )
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         proposals: Any = super().draw_in_shard(wanted, generator)
         slots, probability = proposals.slots, proposals.density
-        factor = self._reliability.factor(slots)
+        factor = self._rejection.factor(slots)
         accepted = uniform(len(slots), device=self._device, generator=generator) < factor
         return Draw(slots[accepted], (probability * factor)[accepted])
 
     def note_other_shards(self, largest_episode: int) -> None:
         # F of Eq. 16
-        self._reliability.episodes.least_largest = largest_episode
+        self._episodes.least_largest = largest_episode
 
     def density(self, slots: Tensor) -> Tensor:
-        return super().density(slots) * self._reliability.factor(slots)
+        return super().density(slots) * self._rejection.factor(slots)
 
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()
         total = self._tree.total()
         rate = self.density(slots).sum() / total if total else torch.ones(())
-        return {"acceptance_rate": rate, **self._reliability.stats()}
+        return {"acceptance_rate": rate, **self._episodes.stats()}
 
 
 class ReaPERSampler(DistributionSampler):
@@ -421,24 +311,14 @@ class ReaPERSampler(DistributionSampler):
         name = "ReaPERSampler"
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        model = partial(
-            Reliability,
-            owner=name,
-            omega=hyperparameters["omega"],
-            done_key=done_key,
-            traj_key=traj_key,
-            init_key=init_key,
-            num_streams=num_streams,
-            truncated=truncated,
-            terminated_key=terminated_key,
-            on_load=on_load,
-        )
+        reader = EpisodeReader(name, num_streams, done_key, traj_key, init_key, on_load, truncated, terminated_key)
         super().__init__(
             capacity,
             partial(
                 ReliabilityAdjusted,
                 alpha=hyperparameters["alpha"],
-                make_reliability=model,
+                omega=hyperparameters["omega"],
+                reader=reader,
                 weight_norm=weight_norm,
             ),
             hyperparameters=hyperparameters,

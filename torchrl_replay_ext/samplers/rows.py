@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, is_tensor_collection
@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.arguments import OnLoad, require_choice, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.kernels.ops import cast
@@ -87,18 +88,37 @@ class RowView:
         return self.require(key, why).reshape(self.num_slots, -1)[self.slots]
 
 
-class EpisodeReader(NamedTuple):
+Truncated = Literal["finished", "ongoing"]
+
+
+@dataclass(eq=False)
+class EpisodeReader:
     """Reads the ends of episodes, the trajectory ids and the first transitions of episodes.
 
     Args:
-        done_key: entry that marks the end of an episode, bool.
-        traj_key: entry with trajectory ids, int64; used if present.
-        init_key: entry that marks the first transition of an episode, bool; used if present.
+        owner: class name of the sampler, for error messages.
+        num_streams, truncated, done_key, terminated_key, traj_key, init_key, on_load: see
+            :class:`~torchrl_replay_ext.ReaPERSampler`.
+
+    Raises:
+        TypeError, ValueError: if an argument is invalid.
     """
 
+    owner: str
+    num_streams: int
     done_key: NestedKey
     traj_key: NestedKey
     init_key: NestedKey
+    on_load: OnLoad
+    truncated: Truncated = "finished"
+    terminated_key: NestedKey = ("next", "terminated")
+
+    def __post_init__(self):
+        require_integer(self.owner, "num_streams", self.num_streams)
+        require_choice(self.owner, "truncated", self.truncated, get_args(Truncated))
+        require_choice(self.owner, "on_load", self.on_load, get_args(OnLoad))
+        for name in ("done_key", "traj_key", "init_key", "terminated_key"):
+            require_nested_keys(self.owner, **{name: getattr(self, name)})
 
     def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
         """Read the entries of ``rows``.
@@ -106,7 +126,7 @@ class EpisodeReader(NamedTuple):
         Raises:
             KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
         """
-        ended, trajectory, initial = rows.columns(self)
+        ended, trajectory, initial = rows.columns((self.done_key, self.traj_key, self.init_key))
         if ended is None:
             raise rows.missing(self.done_key, "which the environment writes; pass its name as done_key=.")
         if trajectory is None and needs_ids:
@@ -117,3 +137,17 @@ class EpisodeReader(NamedTuple):
             None if trajectory is None else cast(trajectory, torch.int64),
             None if initial is None else cast(initial, torch.bool),
         )
+
+    def finished(self, rows: RowView, ended: Array) -> Array:
+        """Where reliability treats an episode as finished, of those that ``ended`` [n], bool [n].
+
+        Raises:
+            KeyError: if truncated episodes are ongoing, and termination is not stored.
+        """
+        if self.truncated == "finished":
+            return ended
+        (terminated,) = rows.columns([self.terminated_key])
+        if terminated is None:
+            why = "which truncated='ongoing' needs. The environment should write it; pass its name as terminated_key=."
+            raise rows.missing(self.terminated_key, why)
+        return cast(terminated, torch.bool)

@@ -10,7 +10,6 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import OnLoad
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.layout import check_counts
@@ -45,12 +44,10 @@ class SliceStarts(Distribution):
         log: the generations of the slots.
         priorities: not used.
         slice_len: steps per slice.
-        num_streams: number of environments whose transitions are interleaved in flat storage.
         reader: reads the ends of episodes.
         behaviour_keys: entries that rows must have.
         pad: if True, slices may be shorter than ``slice_len``.
         starts: "any", or "episode": slices begin at the first transitions of episodes.
-        on_load: what becomes of unfinished episodes when a state is loaded.
     """
 
     needs_order, why_not_joint = True, None
@@ -64,18 +61,16 @@ class SliceStarts(Distribution):
         priorities: Priorities | None = None,
         *,
         slice_len: int,
-        num_streams: int,
         reader: EpisodeReader,
         behaviour_keys: Sequence[NestedKey],
         pad: bool,
         starts: Starts,
-        on_load: OnLoad,
     ):
-        self._log, self._reader, self._behaviour_keys, self._on_load = log, reader, behaviour_keys, on_load
+        self._log, self._reader, self._behaviour_keys = log, reader, behaviour_keys
         self._slice_len, self._pad, self._device = slice_len, pad, log.layout.device
-        steps, num_lanes, assigned = log.layout.lanes(num_streams)
-        self.lanes = Lanes(steps, num_lanes, assigned=assigned, device=self._device, validate=log.layout.validate)
-        self._size = size = self.lanes.size
+        self.lanes = Lanes(log.layout, reader.num_streams)
+        self._size = size = log.layout.size
+        num_lanes = self.lanes.num_lanes
 
         def full(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=self._device)
@@ -235,7 +230,7 @@ class SliceStarts(Distribution):
     def rebuild(self) -> None:
         self.starts.leaves[: self._size] = self._find_starts(self._stored())
         self.starts.rebuild_()
-        if self._on_load == "truncate":
+        if self._reader.on_load == "truncate":
             self.lanes.end_all()
 
     def _stored(self) -> Tensor:

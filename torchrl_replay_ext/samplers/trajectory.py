@@ -151,12 +151,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         on_load: OnLoad = "truncate",
         validate: bool = False,
     ):
-        for name, value in (("slice_len", slice_len), ("num_streams", num_streams)):
-            require_integer(OWNER, name, value)
+        require_integer(OWNER, "slice_len", slice_len)
         require_bool(OWNER, "pad", pad)
         require_choice(OWNER, "starts", starts, get_args(Starts))
-        require_choice(OWNER, "on_load", on_load, get_args(OnLoad))
-        require_nested_keys(OWNER, done_key=done_key, traj_key=traj_key, init_key=init_key)
+        reader = EpisodeReader(OWNER, num_streams, done_key, traj_key, init_key, on_load)
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
@@ -201,12 +199,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         make = partial(
             SliceStarts,
             slice_len=slice_len,
-            num_streams=num_streams,
-            reader=EpisodeReader(done_key=done_key, traj_key=traj_key, init_key=init_key),
+            reader=reader,
             behaviour_keys=names,
             pad=pad,
             starts=starts,
-            on_load=on_load,
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):

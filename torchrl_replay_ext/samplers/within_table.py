@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +10,13 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import gather_in_bounds, uniform, where_int64
+from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import as_tensor, rank_tabulate
 from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
 from torchrl_replay_ext.samplers.rank import STEP, check_alpha
-from torchrl_replay_ext.samplers.reaper import Rejection, Reliability
+from torchrl_replay_ext.samplers.reaper import Rejection
+from torchrl_replay_ext.samplers.rows import EpisodeReader
 
 
 class ByMembership(EventTableMixture):
@@ -143,21 +143,22 @@ class ByReliability(EventTableMixture):
 
     Args:
         arguments, keywords: those of :class:`EventTableMixture`.
-        make_reliability: creates the model of R from the log.
+        omega: the exponent of R.
+        reader: reads the ends of episodes.
     """
 
     draws_by_mass = False
     why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
-    def __init__(self, *arguments: Any, make_reliability: Callable[[WriteLog], Reliability], **keywords: Any):
+    def __init__(self, *arguments: Any, omega: Hyperparameter, reader: EpisodeReader, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self._reliability = make_reliability(self._log)
-        self.parts = (self._reliability,)
-        self._rejection = Rejection(self._tree, self._reliability, self._view)
+        self._episodes = EpisodeIndex(self._log, reader)
+        self.parts = (self._episodes,)
+        self._rejection = Rejection(self._tree, self._episodes, omega, self._view)
 
     @property
     def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._reliability.episodes.max_supported_priority)
+        return min(super().max_supported_priority, self._episodes.max_supported_priority)
 
     def _draw_entries(
         self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
@@ -166,14 +167,14 @@ class ByReliability(EventTableMixture):
         return position, mass, total * self._rejection.acceptance()
 
     def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
-        return super()._mixture(slots, per_mass) * self._reliability.factor(slots)
+        return super()._mixture(slots, per_mass) * self._rejection.factor(slots)
 
     def _table_sums(self, total: Tensor) -> Tensor:
         stored, one = self._log.stored_slots(), torch.eye(len(total), dtype=torch.float64, device=total.device)
         return torch.stack([self._mixture(stored, only).sum() for only in one])
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._reliability.update(slots, priority)
+        self._episodes.update(slots, priority)
         super().update(slots, priority)
 
     def clear(self) -> None:
@@ -189,4 +190,4 @@ class ByReliability(EventTableMixture):
 
     def stats(self) -> dict[str, Tensor]:
         rate = (self._rejection.acceptance() * self._eta).sum()
-        return super().stats() | {"acceptance_rate": rate, **self._reliability.stats()}
+        return super().stats() | {"acceptance_rate": rate, **self._episodes.stats()}
