@@ -49,11 +49,6 @@ class RankBuckets:
         # the priorities of all new transitions, and of all that are removed
         self._new, self._removed = numbers(1, torch.float32, -1), numbers(1, torch.float32) * math.nan
 
-    @staticmethod
-    def _bucket_of(priority: Tensor) -> Tensor:
-        """The bucket of each priority, int32 [n]; the bits of positive floats are ordered like the floats."""
-        return torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> DROPPED_BITS))
-
     def insert(self, slots: Tensor) -> None:
         """Give new transitions in ``slots`` [n] the first ranks, the last one rank 0."""
         rank_move(*self._views(), slots.contiguous(), self._new)
@@ -123,7 +118,9 @@ class RankBuckets:
             priority: of each slot, negative if it was never updated, float32 [slots].
             stored: True if a slot holds a transition, bool [slots].
         """
-        self._bucket.copy_(torch.where(stored, self._bucket_of(priority), NOWHERE))
+        # the bits of positive floats are ordered like the floats
+        bucket = torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> DROPPED_BITS))
+        self._bucket.copy_(torch.where(stored, bucket, NOWHERE))
         # saved places of other devices, or wrong ones, still are an order
         order = self._place.argsort(stable=True)
         order = order[self._bucket[order].argsort(stable=True)]
@@ -137,10 +134,7 @@ class RankBuckets:
     def check_valid(self, priority: Tensor, stored: Tensor) -> None:
         """Raise AssertionError if the state is inconsistent; see :meth:`rebuild`. O(N)."""
         self.refresh()
-        expected = copy.copy(self)
-        for name, tensor in vars(self).items():
-            if isinstance(tensor, Tensor):
-                setattr(expected, name, tensor.clone())
+        expected = copy.deepcopy(self)
         expected.rebuild(priority, stored)
         if not torch.equal(self._bucket, expected._bucket):
             raise AssertionError("RankBuckets: a transition is in a wrong bucket")
