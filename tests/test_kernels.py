@@ -107,8 +107,8 @@ def scramble(*tensors):
 
 def a_tree(capacity, paged=False):
     blocks = capacity // SumTree.PAGE + 1
-    pages = {"page_table": torch.randperm(blocks), "num_pages": blocks} if paged else {}
-    tree = SumTree(capacity, track_min=True, **pages)
+    tree = SumTree(capacity, track_min=True, num_pages=blocks if paged else None)
+    tree.pages.copy_(torch.randperm(blocks)[: len(tree.pages)])
     tree.write(torch.arange(capacity), torch.randint(0, 2**40, (capacity,)))
     return tree
 
@@ -194,7 +194,7 @@ def test_a_tree_without_mass_yields_leaf_0(run):
 @pytest.mark.parametrize("paged", [False, True])
 def test_walks_stay_in_range_whatever_the_state_holds(run, paged):
     tree = a_tree(1000, paged)
-    scramble(tree.leaves, tree.nodes, tree.minima, *[tree.page_table] * paged)
+    scramble(tree.leaves, tree.nodes, tree.minima, *[tree.pages] * paged)
     tree.nodes[0] = 2**61
     leaf, _ = run(tree.draw, torch.rand(500, dtype=torch.float64))
     assert int(leaf.min()) >= 0 and int(leaf.max()) < 1000

@@ -60,14 +60,11 @@ class TreeAgainstList(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         self.track_min = track_min
         self.masses = [0] * capacity
-        blocks = capacity // PAGE + 1
         if self.paged:
             # pages for half of the blocks, so that pages are freed and used again
-            self.free = list(range((blocks + 1) // 2))
-            num_pages = len(self.free)
-            self.page_table = torch.full((blocks,), num_pages)
+            self.free = list(range((capacity // PAGE + 2) // 2))
             self.pages: dict[int, int] = {}  # block -> page
-            self.tree = SumTree(capacity, track_min=track_min, page_table=self.page_table, num_pages=num_pages)
+            self.tree = SumTree(capacity, track_min=track_min, num_pages=len(self.free))
         else:
             self.tree = SumTree(capacity, track_min=track_min)
 
@@ -114,7 +111,6 @@ class TreeAgainstList(RuleBasedStateMachine):
     @rule()
     def continue_with_a_copy(self):
         self.tree = copy.deepcopy(self.tree)
-        self.page_table = self.tree.page_table
 
     @rule(data=st.data())
     def refuse_bad_input(self, data):
@@ -166,12 +162,12 @@ class PagedTreeAgainstList(TreeAgainstList):
 
     paged = True
 
-    @precondition(lambda self: self.free and len(self.pages) < len(self.page_table))
+    @precondition(lambda self: self.free and len(self.pages) < len(self.tree.pages))
     @rule(data=st.data())
     def store_block(self, data):
-        block = data.draw(st.sampled_from([b for b in range(len(self.page_table)) if b not in self.pages]))
+        block = data.draw(st.sampled_from([b for b in range(len(self.tree.pages)) if b not in self.pages]))
         self.pages[block] = self.free.pop(0)
-        self.page_table[block] = self.pages[block]
+        self.tree.pages[block] = self.pages[block]
 
     @precondition(lambda self: self.pages)
     @rule(data=st.data())
@@ -182,7 +178,7 @@ class PagedTreeAgainstList(TreeAgainstList):
         for i in index:
             self.masses[i] = 0
         self.free.append(self.pages.pop(block))
-        self.page_table[block] = len(self.tree.leaves) // PAGE - 1
+        self.tree.pages[block] = len(self.tree.leaves) // PAGE - 1
 
 
 TestTree = TreeAgainstList.TestCase
@@ -229,18 +225,10 @@ def test_up_to_max_priority(capacity):
 # --- errors
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (dict(capacity=0), "capacity"),
-        (dict(capacity=-3), "capacity"),
-        (dict(capacity=128, page_table=torch.zeros(2, dtype=torch.int64), num_pages=2), "page_table"),
-        (dict(capacity=128, page_table=torch.zeros(3, dtype=torch.int64)), "num_pages"),
-    ],
-)
-def test_constructor_refuses(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        SumTree(**arguments)
+@pytest.mark.parametrize("capacity", [0, -3])
+def test_constructor_refuses(capacity):
+    with pytest.raises(ValueError, match="capacity"):
+        SumTree(capacity)
 
 
 @pytest.mark.parametrize(

@@ -69,22 +69,15 @@ class EpisodeIndex(WriteObserver):
         steps, size, device = log.layout.steps, log.layout.size, log.layout.device
         self.lanes = Lanes(log.layout, reader.num_streams)
         num_lanes, assigned = self.lanes.num_lanes, self.lanes.assigned
-        self._device, self._span, num_pages, page_table = device, steps, 0, None
+        self._device, self._span, num_pages = device, steps, None
         if assigned:
             blocks = -(-steps // _PAGE) + 2
             self._span = blocks * _PAGE
             num_pages = -(-steps // _PAGE) + 2 * num_lanes
-            # unwritten slots point to the last block, which never has a page
-            page_table = torch.full((num_lanes * blocks + 2,), num_pages, dtype=torch.int64, device=device)
-        self._pages = _free_ids(num_pages, device)
+        self._pages = _free_ids(num_pages or 0, device)
         positions = num_lanes * self._span
-        # the tree of the masses
-        self._tree = SumTree(
-            positions + (_PAGE if assigned else 0),
-            page_table=page_table,
-            num_pages=num_pages if assigned else None,
-            device=device,
-        )
+        # the tree of the masses; unwritten slots point to the last block, which never has a page
+        self._tree = SumTree(positions + (_PAGE if assigned else 0), num_pages=num_pages, device=device)
 
         def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=device)
@@ -220,8 +213,8 @@ class EpisodeIndex(WriteObserver):
             "lane_next": self._lane_next,
             **self.lanes.tensors(),
         }
-        if self._tree.page_table is not None:
-            state |= {"position": self._position, "page_table": self._tree.page_table, "pages": self._pages}
+        if self.lanes.assigned:
+            state |= {"position": self._position, "page_table": self._tree.pages, "pages": self._pages}
         return {f"episodes_{name}": tensor for name, tensor in state.items()}
 
     def raise_numbers(self, last: int) -> None:
@@ -242,9 +235,8 @@ class EpisodeIndex(WriteObserver):
 
     def _clear_content(self) -> None:
         self._tree.clear_()
-        if self._tree.page_table is not None:
-            self._tree.page_table.fill_(len(self._pages) - 1)
-            self._position.fill_(self.lanes.num_lanes * self._span)
+        self._tree.pages.fill_(len(self._pages) - 1)
+        self._position.fill_(self.lanes.num_lanes * self._span)
         zeros = [self._episode_sums.leaves, self._start, self._count, self._updated_at, self._finished]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
@@ -306,12 +298,12 @@ class EpisodeIndex(WriteObserver):
         end = start // span * span + (start + count[going_on]) % span
         if not torch.equal(end, following[self._lane_episode != self._none]):
             raise AssertionError("EpisodeIndex: an unfinished episode is not the last one of its lane")
-        if self._tree.page_table is not None:
+        if self.lanes.assigned:
             num_pages = len(self._pages) - 1
-            held = _times(self._tree.page_table, num_pages + 1)[:-1]
+            held = _times(self._tree.pages, num_pages + 1)[:-1]
             if int(held.max()) > 1 or not torch.equal(_is_free(self._pages), held == 0):
                 raise AssertionError("EpisodeIndex: the free pages are wrong")
             in_use = torch.cat([position, following[following % _PAGE != 0]]) // _PAGE
-            has_page = torch.zeros_like(self._tree.page_table, dtype=torch.bool).index_fill_(0, in_use, True)
-            if not torch.equal(self._tree.page_table != num_pages, has_page):
+            has_page = torch.zeros_like(self._tree.pages, dtype=torch.bool).index_fill_(0, in_use, True)
+            if not torch.equal(self._tree.pages != num_pages, has_page):
                 raise AssertionError("EpisodeIndex: the pages do not cover the positions in use")

@@ -57,15 +57,14 @@ class SumTree:
     Args:
         capacity: number of leaves, >= 1.
         track_min: also track the smallest positive mass, for :meth:`min`. Default: False.
-        page_table: int64 [capacity // ``SumTree.PAGE`` + 1], the page of ``leaves`` that stores each block of
-            ``SumTree.PAGE`` = 64 leaves; for trees over a sparsely used range. The tree reads the page table, its owner
-            writes it. Page ``num_pages`` always holds zeros and represents all blocks that are not stored. Default:
-            None, all leaves are stored.
-        num_pages: number of stored pages; required with ``page_table``. Default: None.
-        device: device of the tensors; that of ``page_table`` if given. Default: None, torch's default device.
+        num_pages: number of pages of ``SumTree.PAGE`` = 64 leaves, for trees over a sparsely used range: ``leaves``
+            has pages for so many blocks of leaves only. The owner of the tree writes the page of each block to
+            ``pages``. Page ``num_pages`` always holds zeros; at first it is that of all blocks. Default: None, all
+            leaves are stored.
+        device: device of the tensors. Default: None, torch's default device.
 
     Raises:
-        ValueError: if an argument is out of range, or ``page_table`` has a wrong shape or comes without ``num_pages``.
+        ValueError: if ``capacity`` is out of range.
 
     Examples:
         >>> tree = SumTree(4)
@@ -82,23 +81,21 @@ class SumTree:
         capacity: int,
         *,
         track_min: bool = False,
-        page_table: Tensor | None = None,
         num_pages: int | None = None,
         device: torch.device | str | None = None,
     ):
         if capacity < 1:
             raise ValueError(f"SumTree(capacity={capacity}): capacity must be >= 1.")
-        blocks = capacity // self.PAGE + 1
-        if page_table is not None and (num_pages is None or page_table.shape != (blocks,)):
-            raise ValueError(f"SumTree: page_table must have shape ({blocks},) and needs num_pages.")
-        self.capacity, self.page_table = capacity, page_table
+        self.capacity = capacity
         # the masses; call rebuild_() after writing to them directly
-        self.leaves, self.nodes = allocate(capacity, device if page_table is None else page_table.device)
-        if page_table is not None and num_pages is not None:
+        self.leaves, self.nodes = allocate(capacity, device)
+        # the page of each block, int64 [capacity // PAGE + 1]; empty if all leaves are stored
+        self.pages = self.leaves.new_empty(0)
+        if num_pages is not None:
             self.leaves = self.leaves.new_zeros((num_pages + 1) * self.PAGE)
+            self.pages = self.leaves.new_full((capacity // self.PAGE + 1,), num_pages)
         # the smallest positive leaf below each node, or the largest int64; empty if not tracked
         self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
-        self.pages = self.leaves.new_empty(0) if page_table is None else page_table
         # what kernels change: leaves, nodes, minima, pages, and the number of leaves
         self.views = Views(self.leaves, self.nodes, self.minima, self.pages, capacity)
         # what kernels read: leaves, nodes, pages, and the number of leaves
