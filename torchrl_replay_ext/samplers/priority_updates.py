@@ -26,7 +26,6 @@ from torchrl_replay_ext.samplers.base import Distribution
 NO_TD_ERROR = -(2.0**-100)
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
-_EMPTY = "{owner}.update_priority: slot {slot} is out of range: it is empty."
 
 
 def td_errors(owner: str, given: Any, count: int, device: torch.device) -> Tensor:
@@ -197,7 +196,7 @@ class PriorityUpdates:
         if reason == OUT_OF_RANGE:
             return out_of_range(self._owner, slot, self._layout.shape)
         if reason == EMPTY:
-            return IndexError(_EMPTY.format(owner=self._owner, slot=slot))
+            return IndexError(f"{self._owner}.update_priority: slot {slot} is out of range: it is empty.")
         limit, wrong = self._distribution.max_supported_priority, np.float32(float(error[row]))
         return ValueError(
             f"{self._owner}.update_priority: TD error {shown(wrong)} at index {slot} (position {row} "
