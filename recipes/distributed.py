@@ -28,11 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
-from torch import Tensor
 from torchrl.data import Bounded, Categorical
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule, QValueActor
 from torchrl.objectives import SoftUpdate
@@ -40,7 +38,7 @@ from torchrl.objectives import SoftUpdate
 from recipes import dqn, sac, td3
 from recipes.common.environment import make_continuous_env, make_discrete_env
 from recipes.common.evaluation import Policy, Value
-from recipes.common.networks import make_network, to_tensor
+from recipes.common.networks import make_network, on_arrays
 from recipes.common.q_values import TargetValues
 from recipes.common.remote import RemoteCollector, RemoteReplay, noticing_lost_actors, runtime
 from recipes.common.run import Run
@@ -150,16 +148,6 @@ def continuous(run: Run) -> tuple[Bounded, tuple[int, int]]:
 def random_actions(spec: Bounded) -> EGreedyModule:
     """Acts at random until learning starts."""
     return EGreedyModule(spec, eps_init=1.0, eps_end=0.0)
-
-
-def on_arrays(policy: Callable[[Tensor], Tensor], device: torch.device) -> Policy:
-    """A policy as a function of arrays."""
-
-    @torch.inference_mode()
-    def act(observations: np.ndarray) -> np.ndarray:
-        return policy(to_tensor(observations, device)).cpu().numpy()
-
-    return act
 
 
 def train(config: DistributedRun, run_dir: Path) -> int:

@@ -37,7 +37,6 @@ if __name__ == "__main__":
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from tensordict import TensorDictBase
@@ -51,7 +50,7 @@ from recipes.common.cagrad import cagrad_gradients, table_losses
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.networks import make_network, to_tensor
+from recipes.common.networks import make_network, on_arrays
 from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.replay import loss_keys, make_replay
 from recipes.common.run import Run
@@ -146,11 +145,8 @@ def train(config: DQNRun, run_dir: Path) -> int:
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
     replay = make_replay(config, device, td_error="squared")
 
-    @torch.inference_mode()
-    def greedy(observations: np.ndarray) -> np.ndarray:
-        return network(to_tensor(observations, device)).argmax(-1).cpu().numpy()
-
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
+    greedy = on_arrays(lambda observations: network(observations).argmax(-1), device)
     behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_discrete_env, behaviour)
 

@@ -32,7 +32,6 @@ if __name__ == "__main__":
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from gymnasium.spaces import flatdim
 from tensordict import TensorDictBase
@@ -45,6 +44,7 @@ from torchrl.objectives import SACLoss, SoftUpdate
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
+from recipes.common.networks import on_arrays
 from recipes.common.replay import actor_batches, loss_keys, make_replay
 from recipes.common.run import Run
 from recipes.common.schemas import SACConfig, SACRun
@@ -176,16 +176,8 @@ def train(config: SACRun, run_dir: Path) -> int:
     replay = make_replay(config, device, td_error="absolute", policy=make_actor(policy))
 
     # The policy as functions of arrays: samples for training, the mode for evaluations.
-    def location_and_scale(observations: np.ndarray) -> tuple[Tensor, Tensor]:
-        return policy(torch.as_tensor(observations, dtype=torch.float32, device=device))
-
-    @torch.inference_mode()
-    def stochastic(observations: np.ndarray) -> np.ndarray:
-        return torch.tanh(torch.normal(*location_and_scale(observations))).cpu().numpy()
-
-    @torch.inference_mode()
-    def deterministic(observations: np.ndarray) -> np.ndarray:
-        return torch.tanh(location_and_scale(observations)[0]).cpu().numpy()
+    stochastic = on_arrays(lambda observations: torch.tanh(torch.normal(*policy(observations))), device)
+    deterministic = on_arrays(lambda observations: torch.tanh(policy(observations)[0]), device)
 
     # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)

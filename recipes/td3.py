@@ -44,6 +44,7 @@ from torchrl.objectives import SoftUpdate, TD3Loss
 from recipes.common.collector import EpsilonRandom, make_collector
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
+from recipes.common.networks import on_arrays
 from recipes.common.replay import actor_batches, loss_keys, make_replay
 from recipes.common.run import Run
 from recipes.common.schemas import THETA, TD3Config, TD3Run
@@ -192,11 +193,8 @@ def train(config: TD3Run, run_dir: Path) -> int:
     )
 
     # The policy as functions of arrays: with noise for training, without noise for evaluations.
+    deterministic = on_arrays(policy, device)
     noise = ExplorationNoise(td3.exploration_noise, THETA[td3.noise])
-
-    @torch.inference_mode()
-    def deterministic(observations: np.ndarray) -> np.ndarray:
-        return policy(torch.as_tensor(observations, dtype=torch.float32, device=device)).cpu().numpy()
 
     def noisy(observations: np.ndarray) -> np.ndarray:
         action = deterministic(observations)

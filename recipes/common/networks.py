@@ -1,5 +1,6 @@
 """Networks for observations that are vectors or stacked frames."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,16 @@ def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
     """Observations as networks take them, and buffers store them: images as uint8, others as float32."""
     dtype = torch.uint8 if observations.dtype == np.uint8 else torch.float32
     return torch.as_tensor(observations, dtype=dtype, device=device)
+
+
+def on_arrays(policy: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[np.ndarray], np.ndarray]:
+    """A policy, which maps observations to actions, as a function of arrays; `device`: that of its network."""
+
+    @torch.inference_mode()
+    def act(observations: np.ndarray) -> np.ndarray:
+        return policy(to_tensor(observations, device)).cpu().numpy()
+
+    return act
 
 
 # Normalized observations are clipped to this number of standard deviations.
