@@ -108,7 +108,7 @@ def td3_learner(config: DistributedRun, settings: TD3Config, run: Run) -> Learne
     spec, sizes = continuous(run)
     policy, loss_module = td3.make_loss(settings, *sizes, run.device)
     target = SoftUpdate(loss_module, tau=settings.tau)
-    actor, critics = td3.make_optimizers(settings, loss_module)
+    optimizers = td3.make_optimizers(settings, loss_module)
     sigma = settings.exploration_noise
     return Learner(
         TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
@@ -116,8 +116,8 @@ def td3_learner(config: DistributedRun, settings: TD3Config, run: Run) -> Learne
         lambda steps: float(steps < settings.learning_starts),
         on_arrays(policy, run.device),
         ("loss_actor", "loss_qvalue"),
-        {"loss": loss_module, "actor_optimizer": actor, "critic_optimizer": critics},
-        lambda replay: td3.make_update(config, replay, loss_module, target, actor, critics),
+        {"loss": loss_module, **optimizers},
+        lambda replay: td3.make_update(config, replay, loss_module, target, optimizers),
     )
 
 
@@ -133,7 +133,7 @@ def sac_learner(config: DistributedRun, settings: SACConfig, run: Run) -> Learne
         lambda steps: float(steps < settings.learning_starts),
         on_arrays(lambda observations: torch.tanh(policy(observations)[0]), run.device),
         ("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-        {"loss": loss_module, **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}},
+        {"loss": loss_module, **optimizers},
         lambda replay: sac.make_update(config, replay, loss_module, target, optimizers),
         td_error="absolute",
     )

@@ -91,12 +91,13 @@ def make_loss(
 
 
 def make_optimizers(sac: SACConfig, loss_module: SACLoss) -> dict[str, torch.optim.Adam]:
-    """The optimizers of the actor, the critics and alpha."""
+    """The optimizers of the actor, the critics and alpha, by their names in checkpoints."""
     actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
+    alpha = loss_module.get_parameter("log_alpha")
     return {
-        "actor": torch.optim.Adam(actor.flatten_keys().values(), lr=sac.actor_learning_rate, fused=True),
-        "critic": torch.optim.Adam(critics.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True),
-        "alpha": torch.optim.Adam([loss_module.get_parameter("log_alpha")], lr=sac.alpha_learning_rate, fused=True),
+        "actor_optimizer": torch.optim.Adam(actor.flatten_keys().values(), lr=sac.actor_learning_rate, fused=True),
+        "critic_optimizer": torch.optim.Adam(critics.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True),
+        "alpha_optimizer": torch.optim.Adam([alpha], lr=sac.alpha_learning_rate, fused=True),
     }
 
 
@@ -123,7 +124,7 @@ def make_update(
         optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
     """
-    steps = [AdamStep(optimizers[name]) for name in ("actor", "critic", "alpha")]
+    steps = [*map(AdamStep, optimizers.values())]
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:
@@ -183,13 +184,12 @@ def train(config: SACRun, run_dir: Path) -> int:
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
-    named = {f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()}
     run.attach(
         collector,
         replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
-        state={"loss": loss_module, "behaviour": behaviour, **named},
+        state={"loss": loss_module, "behaviour": behaviour, **optimizers},
     )
     update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
     run_recipe("td3")
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -107,13 +107,13 @@ def make_loss(
     return policy, loss_module
 
 
-def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> tuple[torch.optim.Adam, torch.optim.Adam]:
-    """The optimizers of the actor and of the critics."""
+def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> dict[str, torch.optim.Adam]:
+    """The optimizers of the actor and of the critics, by their names in checkpoints."""
     actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
-    return (
-        torch.optim.Adam(actor.flatten_keys().values(), lr=td3.actor_learning_rate, fused=True),
-        torch.optim.Adam(critics.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True),
-    )
+    return {
+        "actor_optimizer": torch.optim.Adam(actor.flatten_keys().values(), lr=td3.actor_learning_rate, fused=True),
+        "critic_optimizer": torch.optim.Adam(critics.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True),
+    }
 
 
 def make_update(
@@ -121,8 +121,7 @@ def make_update(
     replay: TensorDictReplayBuffer,
     loss_module: TD3Loss,
     target: SoftUpdate,
-    actor_optimizer: torch.optim.Adam,
-    critic_optimizer: torch.optim.Adam,
+    optimizers: Mapping[str, torch.optim.Adam],
     actor_batch: Callable[[], TensorDictBase] | None = None,
 ) -> Update:
     """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
@@ -132,11 +131,10 @@ def make_update(
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
-        actor_optimizer: optimizer of the actor. If it is restored from a checkpoint, restore it before.
-        critic_optimizer: optimizer of the critics, likewise.
+        optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
     """
-    actor_step, critic_step = AdamStep(actor_optimizer), AdamStep(critic_optimizer)
+    actor_step, critic_step = map(AdamStep, optimizers.values())
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:
@@ -204,15 +202,14 @@ def train(config: TD3Run, run_dir: Path) -> int:
     behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
     collector = make_collector(config, make_continuous_env, behaviour)
 
-    named = dict(zip(("actor_optimizer", "critic_optimizer"), optimizers, strict=True))
     run.attach(
         collector,
         replay,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
-        state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **named},
+        state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **optimizers},
     )
-    update = make_update(config, replay, loss_module, target, *optimizers, actor_batches(replay))
+    update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
     write_and_update = make_round(update, replay, config, device)
 
     with run:

@@ -92,9 +92,9 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
-    optimizers = [
-        torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
-    ]
+    optimizers = {
+        name: torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
+    }
     batches, own = [transitions(32) for _ in range(4)], [transitions(8) for _ in range(2)]
     replay = Replay(*batches)
     update = td3.make_update(
@@ -102,7 +102,7 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
         replay,
         loss_module,
         SoftUpdate(loss_module, tau=plain.tau),
-        *optimizers,
+        optimizers,
         actor_batch=Replay(*(batch.select("observation", "action") for batch in own)).sample if own_batch else None,
     )
 
@@ -139,7 +139,7 @@ def test_weights_are_for_the_critics_and_td_errors_are_squared():
         replay = Replay(data.clone().set("priority_weight", weight))
         settings.actor_learning_rate = settings.critic_learning_rate = 0.0
         optimizers = td3.make_optimizers(settings, loss_module)
-        losses = td3.make_update(config, replay, loss_module, target, *optimizers)(None)
+        losses = td3.make_update(config, replay, loss_module, target, optimizers)(None)
         results.append({name: value.squeeze(0) for name, value in losses.items()})
         (sample,) = replay.returned
         assert not sample["td_error"].requires_grad
