@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = {
         "extend": (replay.extend_names(options.device), replay.measure_extend),
         "cycle": (replay.cycle_names(options.device), replay.measure_cycle),
-        "updates": ([name for name, *_ in updates.contenders(options.device)], updates.measure_updates),
+        "updates": ([*updates.contenders(options.device)], updates.measure_updates),
         "compile": (compile.NAMES, compile.measure_compile),
         "training": (list(training.LOOPS), training.measure_training),
     }

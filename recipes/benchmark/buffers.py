@@ -103,6 +103,11 @@ def samplers(device: torch.device) -> list[str]:
     return [name for name in SAMPLERS if device.type == "cuda" or not name.endswith("CUDA trees")]
 
 
+def contenders(device: torch.device) -> dict[str, tuple[str, str]]:
+    """The samplers that run on the device with the ways to run them, by the names in the tables."""
+    return {contender(mode, name): (name, mode) for name in samplers(device) for mode in modes(name, device)}
+
+
 def has_priorities(name: str) -> bool:
     """Whether a cycle updates priorities: not for uniform draws, and event tables and slices without any."""
     return "PER" in name

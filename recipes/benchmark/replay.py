@@ -26,8 +26,7 @@ def extend_names(device: torch.device) -> list[str]:
 
 def cycle_names(device: torch.device) -> list[str]:
     """The contenders of the cycles."""
-    ours = [buffers.contender(mode, name) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
-    return ours + (list(PEERS) if device.type == "cpu" else [])
+    return [*buffers.contenders(device), *(PEERS if device.type == "cpu" else ())]
 
 
 def make_cycle(
@@ -64,13 +63,13 @@ def writes(name: str, data: TensorDict) -> Iterable[Case]:
             yield Case(row, buffer.extend, lambda count=count: (stream.take(count),))
 
 
-def cycles(name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
+def cycles(label: str, name: str, mode: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
     """The cycles of a sampler."""
     buffer, device = buffers.full_buffer(name, mode, data), data["observation"].device
     compiled = mode not in (buffers.EAGER, buffers.OURS)
     cudagraphs = mode == buffers.GRAPH if compiled else None
     for size in batch_sizes:
-        row = Row("cycle", "", buffers.contender(mode, name), "TorchRL PER", len(data), size)
+        row = Row("cycle", "", label, "TorchRL PER", len(data), size)
         step = make_cycle(buffer, size, updates=buffers.has_priorities(name), cudagraphs=cudagraphs)
         yield Case(row, step, lambda size=size: (buffers.td_errors(size, device),), compiled=compiled)
         if device.type == "cuda" and mode == buffers.EAGER:
@@ -114,14 +113,13 @@ def measure_extend(names: list[str], options: Namespace) -> list[Row]:
 def measure_cycle(names: list[str], options: Namespace) -> list[Row]:
     """Measure the cycles; the compiled ones at the largest capacity. `names`: see cycle_names."""
     rows, device, sizes = [], options.device, options.batch_sizes
-    chosen = [(name, mode) for name in buffers.samplers(device) for mode in buffers.modes(name, device)]
     for capacity in options.capacities:
         data, cases = buffers.transitions(capacity).to(device), []
-        for name, mode in tqdm(chosen, desc="filling", leave=False):
+        for label, (name, mode) in tqdm(buffers.contenders(device).items(), desc="filling", leave=False):
             fits = mode in (buffers.EAGER, buffers.OURS) or capacity == max(options.capacities)
-            if fits and buffers.contender(mode, name) in names:
-                with skipping(buffers.contender(mode, name)):
-                    cases += cycles(name, mode, data, sizes)
+            if fits and label in names:
+                with skipping(label):
+                    cases += cycles(label, name, mode, data, sizes)
         for name in [name for name in PEERS if name in names]:
             with skipping(name):
                 cases += peer_cycles(name, data, sizes)
