@@ -198,10 +198,7 @@ def train(config: SACRun, run_dir: Path) -> int:
         while run.continues():
             behaviour.epsilon = float(run.env_steps < sac.learning_starts)  # random actions at first
             data = run.collect()
-            if run.env_steps > sac.learning_starts:
-                for losses in write_and_update(data):
-                    run.log_losses(losses)
-            else:
-                replay.extend(data)
+            for losses in write_and_update(data, learn=run.env_steps > sac.learning_starts):
+                run.log_losses(losses)
             run.end_round()
     return run.exit_code
