@@ -46,32 +46,32 @@ class DeepSea(gymnasium.Env):
         """The action that goes right in each cell, int64 [row, column]."""
         # The rows after the last one are 0: the agent is below the grid.
         self._observations = np.eye(size * (size + 1), size * size, dtype=np.float32)
-        self._row = self._column = 0
+        self.cell = 0, 0
+        """The agent's row and column; row `size` is below the grid."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         """Place the agent at the top left."""
         super().reset(seed=seed)
-        self._row = self._column = 0
+        self.cell = 0, 0
         return self._observations[0].copy(), {"treasure": False}
 
     def step(self, action: int):
         """Fall by one row, to the left or to the right."""
-        size, row, column = self._size, self._row, self._column
+        size, (row, column) = self._size, self.cell
         check_action(action, 2)
         goes_right = bool(action == self.right_actions[row, column])
         # The last column is reached in the bottom row at the earliest.
         treasure = goes_right and column == size - 1
         reward = float(treasure) - goes_right * _MOVE_COST / size
-        self._row = row + 1
-        self._column = min(max(column + (1 if goes_right else -1), 0), size - 1)
-        observation = self._observations[self._row * size + self._column].copy()
-        return observation, reward, self._row == size, False, {"treasure": treasure}
+        row, column = row + 1, min(max(column + (1 if goes_right else -1), 0), size - 1)
+        self.cell = row, column
+        return self._observations[row * size + column].copy(), reward, row == size, False, {"treasure": treasure}
 
     def render(self) -> np.ndarray | None:
         """The image of the grid; None without a render mode. At the end of an episode, the agent is at the bottom."""
         if self.render_mode is None:
             return None
-        size = self._size
+        size, (row, column) = self._size, self.cell
         cells = np.zeros((size, size, 3), dtype=np.int64)
         cells[-1, -1] = GOAL, GREEN, 0
-        return draw(cells, self._column, min(self._row, size - 1), _DOWN)
+        return draw(cells, column, min(row, size - 1), _DOWN)

@@ -43,6 +43,7 @@ from recipes.common.tables import markdown
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
+from recipes.experiments.tabular import experience
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.functional import reliability
 
@@ -71,18 +72,14 @@ KINDS |= {"updates": int, **dict.fromkeys(MEASURED, float)}
 
 def deep_sea(size: int) -> Dynamics:
     """Deep Sea with tabulated dynamics; the state is the number of the cell, row by row."""
-    env = DeepSea(size)
-    tables = np.zeros((size * size, 2), np.int64), np.zeros((size * size, 2)), np.zeros((size * size, 2), bool)
-    for state in range(size * size):
-        for action in range(2):
-            row, column = divmod(state, size)
-            goes_right = action == env.right_actions[row, column]
-            after = min(max(column + (1 if goes_right else -1), 0), size - 1)
-            ends = row == size - 1
-            reward = (goes_right and column == size - 1) - goes_right * 0.01 / size
-            for table, value in zip(tables, (0 if ends else (row + 1) * size + after, reward, ends), strict=True):
-                table[state, action] = value
-    return Dynamics(*tables)
+    env, shape = DeepSea(size), (size * size, 2)
+    dynamics = Dynamics(np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, bool))
+    for state, action in np.ndindex(shape):
+        env.cell = divmod(state, size)
+        observation, reward, ends, *_ = env.step(action)
+        for table, value in zip(dynamics, (observation.argmax(), reward, ends), strict=True):
+            table[state, action] = value
+    return dynamics
 
 
 class Dataset:
@@ -97,17 +94,9 @@ class Dataset:
         make, start, horizon, size, self.updates = WORLDS[world]
         self.dynamics = make()
         self.truth = self.dynamics.optimal_q(DISCOUNT)
-        rng, rows, state, steps, episode = np.random.default_rng(seed), [], start, 0, 0
-        while len(rows) < size:
-            actions = self.truth.shape[1]
-            action = int(self.truth[state].argmax() if rng.random() < OPTIMAL_SHARE else rng.integers(actions))
-            steps += 1
-            done = bool(self.dynamics.terminal[state, action]) or steps == horizon
-            rows.append((state, action, episode, done))
-            state = int(self.dynamics.next_state[state, action])
-            if done:
-                state, steps, episode = start, 0, episode + 1
-        self.state, self.action, self.episode, self.done = map(np.array, zip(*rows, strict=True))
+        of_behaviour = self.truth, start, horizon, size, OPTIMAL_SHARE, seed
+        self.state, self.action, self.done = experience(self.dynamics, *of_behaviour)
+        self.episode = self.done.cumsum() - self.done
         self.pairs = np.unique(np.stack([self.state, self.action]), axis=1)
 
     def targets(self, q: np.ndarray) -> np.ndarray:

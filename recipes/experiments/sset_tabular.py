@@ -28,7 +28,6 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -42,6 +41,7 @@ from recipes.common.curves import Curve, draw_runs
 from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
+from recipes.experiments.tabular import experience
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,
@@ -87,25 +87,18 @@ def make_world() -> Rooms:
 
 def make_stream(world: Rooms, truth: np.ndarray, seed: int) -> TensorDict:
     """The stream of experience of a seed, [STEPS]."""
-    rng = np.random.default_rng(seed)
-    env = gymnasium.wrappers.TimeLimit(world, HORIZON)
-    rows: list[tuple] = []
-    env.reset(seed=seed)
-    for _ in range(STEPS):
-        state = world.state
-        action = int(truth[state].argmax()) if rng.random() < OPTIMAL_SHARE else int(rng.integers(3))
-        _, reward, terminated, truncated, events = env.step(action)
-        done = terminated or truncated
-        rows.append((state, action, world.state, reward, terminated, done, events["at_gap"], events["done"]))
-        if done:
-            env.reset()
-    following: Any = ("state", "reward", "terminated", "done", ("events", "at_gap"), ("events", "done"))
-    stream = TensorDict({"next": TensorDict({}, [STEPS])}, [STEPS])
-    state, action, *others = map(torch.tensor, zip(*rows, strict=True))
-    stream["state"], stream["action"] = state, action
-    for key, column in zip(following, others, strict=True):
-        stream["next"][key] = column
-    return stream
+    start = world.state_of(*world.START)
+    state, action, done = experience(world.dynamics, truth, start, HORIZON, STEPS, OPTIMAL_SHARE, seed)
+    after, reward, terminated = (table[state, action] for table in world.dynamics)
+    at_gap = [world.pose_of(place)[:2] in world.GAPS for place in after]
+    following = {
+        "state": after,
+        "reward": reward.astype(np.float32),
+        "terminated": terminated,
+        "done": done,
+        "events": {"at_gap": at_gap, "done": terminated},
+    }
+    return TensorDict({"state": state, "action": action, "next": following}, [STEPS])
 
 
 def make_buffer(method: str) -> TensorDictReplayBuffer:

@@ -1,0 +1,30 @@
+"""The experience of a behaviour that is optimal now and then, in a world with tabulated dynamics."""
+
+import numpy as np
+
+from recipes.envs.rooms import Dynamics
+
+
+def experience(
+    dynamics: Dynamics, truth: np.ndarray, start: int, horizon: int, count: int, optimal_share: float, seed: int
+) -> list[np.ndarray]:
+    """States, actions and whether their episode ends, of `count` consecutive steps, [count] each.
+
+    Args:
+        dynamics: the world.
+        truth: the optimal Q-values, [states, actions].
+        start: the state at the start of an episode.
+        horizon: the largest number of steps of an episode.
+        count: number of steps.
+        optimal_share: probability of an optimal action; the others are uniformly random.
+        seed: seed of the behaviour.
+    """
+    rng, rows, state, steps = np.random.default_rng(seed), [], start, 0
+    for _ in range(count):
+        is_optimal = rng.random() < optimal_share
+        action = int(truth[state].argmax() if is_optimal else rng.integers(truth.shape[1]))
+        steps += 1
+        done = bool(dynamics.terminal[state, action]) or steps == horizon
+        rows.append((state, action, done))
+        state, steps = (start, 0) if done else (int(dynamics.next_state[state, action]), steps)
+    return [*map(np.array, zip(*rows, strict=True))]
