@@ -100,23 +100,6 @@ class FixedScale(nn.Module):
         return loc, torch.full_like(loc, self.sigma)
 
 
-class StateValue(nn.Module):
-    """The critic of truncated importance sampling: V alone.
-
-    Args:
-        network: maps features to V.
-        trunk: maps observations to features; None: the observations are the features.
-    """
-
-    def __init__(self, network: nn.Module, trunk: nn.Module | None):
-        super().__init__()
-        self.network = network if trunk is None else nn.Sequential(trunk, network)
-
-    def state_value(self, observation: Tensor) -> Tensor:
-        """V of the observations, [..., 1]."""
-        return self.network(observation)
-
-
 def _small(layer: nn.Module) -> nn.Linear:
     """Scale down the last layer of a policy, so that the initial policy hardly depends on the state."""
     assert isinstance(layer, nn.Linear)
@@ -181,11 +164,10 @@ def make_continuous_loss(
             ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=IndependentNormal),
         ]
     )
-    if acer.returns == "truncated_importance_sampling":
-        critic = StateValue(value, trunk)
-    else:
-        kind = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
-        critic = kind(value, mlp(num_features + num_actions, 1), trunk)
+    kind = StochasticDuelingNetwork if acer.dueling else SeparateValueNetworks
+    # truncated importance sampling uses V alone
+    only_v = acer.returns == "truncated_importance_sampling"
+    critic = kind(value, nn.Identity() if only_v else mlp(num_features + num_actions, 1), trunk)
     return ACERContinuousLoss(
         actor,
         critic,
