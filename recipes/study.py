@@ -63,6 +63,7 @@ from recipes.common.report import report
 from recipes.common.schemas import StudyConfig, StudyRun
 from recipes.common.tables import CURVES, KEYS, PROGRESS, RUNS, STUDY
 
+Row = dict[str, Any]
 # settings of a study that decide how its runs are judged, and which columns are kept
 JUDGED_BY = ("column", "also", "least", "in_a_row")
 
@@ -115,8 +116,8 @@ class Pool:
         """The run directory of a job."""
         return self._out / "runs" / job.env.replace("/", "_") / job.variant / f"seed{job.seed}"
 
-    def run(self, job: Job) -> dict[str, Any] | None:
-        """Run or resume a job and return its row of runs.csv; None if it was stopped or failed."""
+    def run(self, job: Job) -> tuple[Row, list[Row]] | None:
+        """Run or resume a job; return its row of runs.csv and its rows of curves.csv, or None if it did not finish."""
         if self.stopped:
             return None
         run_dir = self.directory(job)
@@ -147,15 +148,25 @@ class Pool:
             return None
         run_dir.with_suffix(".log").unlink()
         try:
-            return self.row(job)
+            return self.results(job)
         except ConfigError:
             # a column that no run has: start no other run
             self.stopped = True
             raise
 
-    def row(self, job: Job) -> dict[str, Any]:
-        """The row of a finished run in runs.csv."""
-        study, evaluations = self._study, self._evaluations(job)
+    def results(self, job: Job) -> tuple[Row, list[Row]]:
+        """The row of a finished run in runs.csv, and its rows in curves.csv."""
+        study, evaluations = self._study, tables.read_csv(self.directory(job) / PROGRESS)
+        for name, columns in (("column", [study.column]), ("also", study.also)):
+            if missing := ", ".join(column for column in columns if column not in evaluations[0]):
+                text = f"{PROGRESS} has no column {missing}, only {', '.join(evaluations[0])}"
+                raise ConfigError(f"study.{name}: {text}")
+        key = dict(zip(KEYS, job.key, strict=True))
+        curve = [
+            {**key, "env_steps": row["env_steps"], "cpu_time": round(float(row["cpu_time"]), 1)}
+            | {column: row[column] for column in (study.column, *study.also)}
+            for row in evaluations
+        ]
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
         config, last = load_config(self.directory(job) / CONFIG), evaluations[-1]
@@ -164,7 +175,7 @@ class Pool:
         reached = None
         if threshold is not None:
             reached = tables.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
-        return dict(zip(KEYS, job.key, strict=True)) | {
+        of_run = key | {
             "env_steps": steps[-1],
             "updates": last["updates"],
             "threshold": "" if threshold is None else threshold,
@@ -178,23 +189,7 @@ class Pool:
             "torch": torch.__version__,
             "command": shlex.join(["python", *job.command]),
         }
-
-    def curve(self, job: Job) -> list[dict[str, Any]]:
-        """The rows of a finished run in curves.csv."""
-        key = dict(zip(KEYS, job.key, strict=True))
-        return [
-            {**key, "env_steps": row["env_steps"], "cpu_time": round(float(row["cpu_time"]), 1)}
-            | {column: row[column] for column in (self._study.column, *self._study.also)}
-            for row in self._evaluations(job)
-        ]
-
-    def _evaluations(self, job: Job) -> list[dict[str, str]]:
-        """The rows of progress.csv of a finished run."""
-        rows = tables.read_csv(self.directory(job) / PROGRESS)
-        for key, columns in (("column", [self._study.column]), ("also", self._study.also)):
-            if missing := ", ".join(column for column in columns if column not in rows[0]):
-                raise ConfigError(f"study.{key}: {PROGRESS} has no column {missing}, only {', '.join(rows[0])}")
-        return rows
+        return of_run, curve
 
     def stop(self) -> None:
         """Ask all processes to save a checkpoint and exit."""
@@ -256,10 +251,11 @@ def run_study(config: StudyRun, out: Path) -> int:
             futures = {threads.submit(pool.run, job): job for job in missing}
             try:
                 for future in as_completed(futures):
-                    job, row = futures[future], future.result()
-                    if row is not None:
+                    job, results = futures[future], future.result()
+                    if results is not None:
+                        row, curve = results
                         # the curve first, so that a run with a row is complete
-                        tables.append_rows(out / CURVES, pool.curve(job))
+                        tables.append_rows(out / CURVES, curve)
                         tables.append_rows(out / RUNS, [row])
                         bar.update()
                     elif not pool.stopped:
