@@ -188,8 +188,6 @@ class VectorCollector:
         self.returns: deque[float] = deque(maxlen=_RECENT)
         self._lost: list[int] = []
         self._n_step = NStep(n_step, gamma, len(envs), flags) if n_step > 1 else None
-        # whether the newest steps are held back; the collector then ends the episodes of lost environments itself
-        self.holds_newest = self._n_step is not None
         # env steps of the last batch
         self.steps_of_batch = 0
 

@@ -216,9 +216,6 @@ class RemoteCollector:
         replay: the buffer that the collectors write to.
     """
 
-    # collectors write each batch to the buffer
-    holds_newest = False
-
     def __init__(self, config: DistributedRun, policy: TensorDictModuleBase, replay: RemoteReplay):
         self._seed, self._starts, self._replay = config.seed, 0, replay
         self._policy, self.steps_of_batch = policy, config.learning.train_interval

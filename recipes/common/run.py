@@ -163,7 +163,7 @@ class Run:
             load_checkpoint(self._run_dir, self.device, **self._state)
             lost = collector.resume()
             if lost and not self._finished():
-                if not collector.holds_newest:
+                if config.learning.n_step == 1:  # otherwise the collector holds these steps and ends the episodes
                     end_last_episodes(replay, config.num_envs, lost)
                 text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
                 warn(f"{text}; they start new episodes")
