@@ -81,10 +81,12 @@ def draw_curves(
     axes.set(ylabel=figures.label(column), xmargin=0.02)
 
 
-def curve_entries(groups: Iterable[str], looks: Mapping[str, figures.Look]) -> dict[str, tuple[Artist, ...]]:
+def curve_entries(looks: Mapping[str, figures.Look]) -> dict[str, tuple[Artist, ...]]:
     """The entries of the legend: a line on its band for the label of each group."""
-    marks = {group: (Patch(color=looks[group].color, **BAND), figures.sample_line(looks[group])) for group in groups}
-    return {figures.label(group): mark for group, mark in marks.items()}
+    return {
+        figures.label(group): (Patch(color=look.color, **BAND), figures.sample_line(look))
+        for group, look in looks.items()
+    }
 
 
 def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
@@ -183,7 +185,7 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
     panels = [(env, column) for env in by_env for column in columns]
     figure, axes_of = figures.panel_grid(len(panels), len(columns) if 1 < len(columns) <= 3 else 2)
     chosen = figures.looks(dict.fromkeys(run.group for run in runs))
-    entries: dict = curve_entries(chosen, chosen)
+    entries: dict = curve_entries(chosen)
     for axes, (env, column) in zip(axes_of, panels, strict=True):
         draw_curves(axes, by_env[env], column, chosen, window)
         largest = max(run.steps[-1] for group in by_env[env].values() for run in group)

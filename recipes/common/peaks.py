@@ -135,5 +135,5 @@ class Peaks:
         for axes in (median, *panels):
             axes.set_xlabel(figures.count_steps(axes.xaxis, steps[-1]))
         note = "Highest score so far: a line per run; dotted: random actions. Normalized: see the table."
-        figures.explain(figure, curve_entries(styles, styles), note)
+        figures.explain(figure, curve_entries(styles), note)
         return figure

@@ -308,7 +308,7 @@ def draw(study: Study) -> Figure:
     runs_of = [[*study.runs[env][variant].values()] for env, variants in finished.items() for variant in variants]
     window = 2 * (max(len(run.steps) for runs in runs_of for run in runs) // 40) + 1
     largest = max(run.steps[-1] for runs in runs_of for run in runs)
-    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles, styles))
+    entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles))
     figure, axes_of = figures.panel_grid(len(panels))
     for axes, (env, panel) in zip(axes_of, panels, strict=True):
         axes.set_title(figures.env_label(env))
