@@ -209,7 +209,7 @@ def plot(rows: list[dict]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = ExperimentParser("cliffwalk", __doc__, writes="cliffwalk.csv, .png and .svg", reads="draw the figure")
+    parser = ExperimentParser("cliffwalk", __doc__)
     parser.add_argument("--seeds", type=positive, default=10, help="runs of each strategy (default: %(default)s)")
     text = "numbers of states (default: 2, 4, ..., 10)"
     parser.add_argument("--states", type=positive, nargs="+", default=[2, 4, 6, 8, 10], help=text)

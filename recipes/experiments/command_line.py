@@ -21,14 +21,14 @@ class ExperimentParser(argparse.ArgumentParser):
     Args:
         name: the experiment; names its module, its files and the default directory, runs/<name>.
         doc: docstring of its module; the first line describes the command.
-        writes: the files in the output directory, for the help.
-        reads: what --read does, for the help.
+        plots: whether it draws a figure. Default: True.
     """
 
-    def __init__(self, name: str, doc: str | None, *, writes: str, reads: str):
+    def __init__(self, name: str, doc: str | None, *, plots: bool = True):
         super().__init__(prog=f"python -m recipes.experiments.{name}", description=(doc or "").splitlines()[0])
         self.name = name
-        text = f"directory of {writes} (default: %(default)s)"
+        files, reads = ("csv, .png and .svg", "draw the figure") if plots else ("csv", "print the tables")
+        text = f"directory of {name}.{files} (default: %(default)s)"
         self.add_argument("--out", type=Path, default=Path("runs") / name, help=text)
         self.add_argument("--read", type=Path, metavar="CSV", help=f"{reads} of an earlier run; run nothing")
 

@@ -226,8 +226,7 @@ def plot(rows: list[dict]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    files = "reliability.csv, .png and .svg"
-    parser = ExperimentParser("reliability", __doc__, writes=files, reads="draw the figure")
+    parser = ExperimentParser("reliability", __doc__)
     parser.add_argument("--datasets", type=positive, default=3, help="sets of episodes (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=10, help="runs for each set (default: %(default)s)")
     options = parser.parse_args(arguments)

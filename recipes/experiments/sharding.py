@@ -134,7 +134,7 @@ def report(rows: Sequence[dict[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, float]]:
     """Run the command line; return the rows of sharding.csv."""
-    parser = ExperimentParser("sharding", __doc__, writes="sharding.csv", reads="print the tables")
+    parser = ExperimentParser("sharding", __doc__, plots=False)
     parser.add_argument("--shards", type=positive, nargs="+", default=[1, 2, 4], help="numbers of shards [1 2 4]")
     parser.add_argument("--cycles", type=positive, default=40, help="batches in each of ten blocks [%(default)s]")
     options = parser.parse_args(arguments)

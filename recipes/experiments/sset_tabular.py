@@ -169,16 +169,11 @@ def format_table(rows: list[dict]) -> str:
     return markdown(("method", "median steps", "of uniform", "faster in"), lines)
 
 
-def curve_of(row: dict) -> list[float]:
-    """The errors of a run, a row of the CSV."""
-    return [float(value) for key, value in row.items() if key.startswith("error_")]
-
-
 def plot(rows: list[dict]) -> Figure:
     """Draw the error of each method over the steps."""
     runs = []
     for row in rows:
-        errors = np.array(curve_of(row))
+        errors = np.array([float(value) for key, value in row.items() if key.startswith("error_")])
         steps = CHECK_INTERVAL * np.arange(1, len(errors) + 1)
         runs.append(Curve("threerooms", row["method"], row["seed"], THRESHOLD, steps, {ERROR: errors}, ERROR))
     return draw_runs(runs, [ERROR])
@@ -186,8 +181,7 @@ def plot(rows: list[dict]) -> Figure:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    files = "sset_tabular.csv, .png and .svg"
-    parser = ExperimentParser("sset_tabular", __doc__, writes=files, reads="draw the figure")
+    parser = ExperimentParser("sset_tabular", __doc__)
     parser.add_argument("--seeds", type=positive, default=10, help="runs of each method (default: %(default)s)")
     options = parser.parse_args(arguments)
 

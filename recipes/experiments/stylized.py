@@ -168,13 +168,13 @@ def plot(rows: list[dict]) -> Figure:
     panels[0].set_ylabel("updates more than the oracle's")
     panels[len(panels) // 2].set_xlabel("episode length")
     note = "Line: mean over episodes; band: one standard deviation. The y axis is logarithmic above 1; 0 is the oracle."
-    explain(figure, curve_entries(compared, chosen), note)
+    explain(figure, curve_entries(chosen), note)
     return figure
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     """Run the comparison from the command line and return its rows."""
-    parser = ExperimentParser("stylized", __doc__, writes="stylized.csv, .png and .svg", reads="draw the figure")
+    parser = ExperimentParser("stylized", __doc__)
     parser.add_argument("--seeds", type=positive, default=100, help="episodes per mean (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     text = "episode lengths (default: 10, 20, ..., 100)"
