@@ -225,21 +225,21 @@ _RESOLVED = {"capacity": "${of_buffer:storage.max_size}", "td_error": "${td_erro
 _TABLES = {name: f"${{of_buffer:writer.{name}}}" for name in ("events", "capacity", "retention")}
 
 
-def _config(group: str, names: Sequence[str], owner: type, target: str, **defaults: Any) -> type:
+def _config(group: str, names: Sequence[str], owner: type, target: str | None = None, **defaults: Any) -> type:
     """Make a dataclass with the arguments of a class, except event tables, and add it to Hydra's ConfigStore.
 
     Args:
         group: the group of TorchRL's configurations.
         names: the names of the entry in the group.
         owner: the class.
-        target: what Hydra calls with the arguments, a name of this package.
+        target: what Hydra calls with the arguments, a name of this package. Default: None, the class.
         **defaults: other defaults, and further arguments.
     """
     _, *parameters = inspect.signature(owner.__init__).parameters.values()
     parameters = [each for each in parameters if each.kind != each.VAR_KEYWORD and each.name != "tables"]
     own = {each.name: MISSING if each.default is each.empty else each.default for each in parameters}
     types = {each.name: _TYPES.get(each.annotation, Any) for each in parameters}
-    values = {"_target_": f"torchrl_replay_ext.{target}", "_convert_": "all", **own}
+    values = {"_target_": f"torchrl_replay_ext.{target or owner.__name__}", "_convert_": "all", **own}
     values |= {name: value for name, value in _RESOLVED.items() if name in own} | defaults
     fields = [(name, types.get(name, Any), field(default=value)) for name, value in values.items()]
     config = make_dataclass(f"{owner.__name__}Config", fields, bases=(_BASES[group],))
@@ -268,9 +268,5 @@ EventTableWriterConfig = _config(
     "writer", ["event_table"], EventTableWriter, "configs.make_event_table_writer", **_OF_WRITER
 )
 CompilableWriterConfig = _config("writer", ["compilable"], CompilableWriter, "writers.round_robin.CompilableWriter")
-CompilableTensorStorageConfig = _config(
-    "storage", ["compilable_tensor"], CompilableTensorStorage, "CompilableTensorStorage"
-)
-CompilableReplayBufferConfig = _config(
-    "replay_buffer", ["compilable"], CompilableReplayBuffer, "CompilableReplayBuffer"
-)
+CompilableTensorStorageConfig = _config("storage", ["compilable_tensor"], CompilableTensorStorage)
+CompilableReplayBufferConfig = _config("replay_buffer", ["compilable"], CompilableReplayBuffer)
