@@ -173,9 +173,12 @@ def train(config: DQNRun, run_dir: Path) -> int:
             data = run.collect()
             if dqn.copies_due(run.env_steps, collector.steps_of_batch):
                 target.step()
-            if cagrad is not None:
-                cagrad.fill_(dqn.cagrad_after(run.updates))
-            for losses in write_and_update(data, learn=run.env_steps > dqn.learning_starts):
-                run.log_losses(losses)
+            if run.env_steps > dqn.learning_starts:
+                if cagrad is not None:
+                    cagrad.fill_(dqn.cagrad_after(run.updates))
+                for losses in write_and_update(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
             run.end_round()
     return run.exit_code

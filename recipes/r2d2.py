@@ -192,7 +192,10 @@ def train(config: R2D2Run, run_dir: Path) -> int:
             behaviour.epsilon = r2d2.epsilon(run.env_steps)
             # One column per environment, so the buffer needs no trajectory ids.
             data = run.collect().exclude("collector").reshape(-1, config.num_envs)
-            for losses in write_and_update(data, learn=run.env_steps > r2d2.learning_starts):
-                run.log_losses(losses)
+            if run.env_steps > r2d2.learning_starts:
+                for losses in write_and_update(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
             run.end_round()
     return run.exit_code

@@ -198,7 +198,10 @@ def train(config: SACRun, run_dir: Path) -> int:
         while run.continues():
             behaviour.epsilon = float(run.env_steps < sac.learning_starts)  # random actions at first
             data = run.collect()
-            for losses in write_and_update(data, learn=run.env_steps > sac.learning_starts):
-                run.log_losses(losses)
+            if run.env_steps > sac.learning_starts:
+                for losses in write_and_update(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
             run.end_round()
     return run.exit_code

@@ -216,7 +216,10 @@ def train(config: TD3Run, run_dir: Path) -> int:
         while run.continues():
             behaviour.epsilon = float(run.env_steps < td3.learning_starts)  # random actions at first
             data = run.collect()
-            for losses in write_and_update(data, learn=run.env_steps > td3.learning_starts):
-                run.log_losses(losses)
+            if run.env_steps > td3.learning_starts:
+                for losses in write_and_update(data):
+                    run.log_losses(losses)
+            else:
+                replay.extend(data)
             run.end_round()
     return run.exit_code

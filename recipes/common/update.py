@@ -41,7 +41,7 @@ def stack_updates(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def make_round(
     update: Update, replay: TensorDictReplayBuffer, config: FixedRoundsRunConfig, device: torch.device
-) -> Callable[..., list[dict[str, Tensor]]]:
+) -> Callable[[TensorDictBase], list[dict[str, Tensor]]]:
     """Build the function that writes a batch of transitions and makes the updates that follow it.
 
     Args:
@@ -51,8 +51,7 @@ def make_round(
         device: device of the buffer.
 
     Returns:
-        A function of new transitions, [train_interval], that returns the results of `update`; with `learn=False`, it
-        only writes.
+        A function of new transitions, [train_interval], that returns the results of `update`.
     """
     num_calls = config.learning.gradient_steps // config.updates_per_graph
     step: Callable[..., dict[str, Tensor]] = (
@@ -62,10 +61,7 @@ def make_round(
     # and samplers that sort ranks or evaluate events, which they do outside of graphs.
     writes_in_graph = num_calls == 1 and device.type == "cpu" and getattr(replay.sampler, "writes_in_graphs", True)
 
-    def write_and_update(data: TensorDictBase, *, learn: bool) -> list[dict[str, Tensor]]:
-        if not learn:
-            replay.extend(data)
-            return []
+    def write_and_update(data: TensorDictBase) -> list[dict[str, Tensor]]:
         if not replay.write_count:
             # The first write sets up the buffer and must be eager. The graph always gets data, or never.
             return [update(data if number == 0 else None) for number in range(num_calls)]
