@@ -41,8 +41,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
     The configurations of all jobs are checked before the recipe's module is imported, because that imports torch.
 
     Args:
-        name: the recipe's module, without the leading "recipes.". The last part of the name is also that of its
-            configuration, recipes/conf/<part>.yaml, and of its class, in recipes.common.schemas.
+        name: the recipe; names its module, its configuration, recipes/conf/<name>.yaml, and its class in SCHEMAS.
         function: name of the module's function that runs a job. It is called with the checked configuration and the
             run directory, which it makes, and returns an exit code. It may raise ConfigError before training starts.
             Default: "train".
@@ -56,7 +55,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
         jobs = [options.words]
         with explained(name, options.words):
             if options.help:
-                print(help_text(name, SCHEMAS[name.split(".")[-1]], options.words))
+                print(help_text(name, SCHEMAS[name], options.words))
                 sys.exit(DONE)
             if options.multirun:
                 overrides = OverridesParser.create().parse_overrides(options.words)
@@ -106,7 +105,7 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
     if config.get("resume") is not None:
         run_dir = Path(config.resume)
         config = resumed_config(config, run_dir, words)
-    parsed = parse_config(config, SCHEMAS[name.split(".")[-1]])
+    parsed = parse_config(config, SCHEMAS[name])
     if study := getattr(parsed, "study", None):
         for variant, env in itertools.product(study.variants, study.envs):
             try:

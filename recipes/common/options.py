@@ -39,7 +39,7 @@ def compose_config(recipe: str, words: Sequence[str], *, hydra: bool = False) ->
     """
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose(recipe.split(".")[-1], overrides=list(words), return_hydra_config=hydra)
+        return compose(recipe, overrides=list(words), return_hydra_config=hydra)
 
 
 def choices_of(group: str) -> list[str]:
@@ -117,7 +117,6 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     if "atari" in words:
         games = _wrapped("env=atari/<game>, where <game> is one of: " + ", ".join(GAMES), 2)
         return "\n".join([games, *_table(_arguments(AtariConfig, "env.atari."))])
-    name = recipe.split(".")[-1]
     config = compose_config(recipe, words, hydra=True)
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
     # in recipes.distributed, algorithm= chooses the group of hyperparameters
@@ -129,7 +128,7 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
             allowed = schema.samplers if group == "sampler" else names
             parts.append(_wrapped(f"  {group}={choice}: " + ", ".join(each for each in names if each in allowed), 4))
     parts.append("Options with their defaults; write the +, too, where there is one:")
-    comments = _comments(CONF / "run.yaml") | _comments(CONF / f"{name}.yaml")
+    comments = _comments(CONF / "run.yaml") | _comments(CONF / f"{recipe}.yaml")
     own = {key: value for key, value in config.items() if key not in (*chosen, algorithm, "hydra")}
     parts += _table(_listed("", own, comments))
     if chosen.pop("algorithm", None):

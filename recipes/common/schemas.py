@@ -4,7 +4,6 @@ This module does not import torch, so mistakes are reported at once.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -22,7 +21,6 @@ from recipes.common.config import (
     ends,
 )
 from recipes.common.errors import did_you_mean
-from recipes.common.files import CHECKPOINT, CONFIG
 
 WITH_LAP = (*FixedRoundsRunConfig.samplers, "lap")
 MOST_GRADIENTS = 12  # that CAGrad combines; the cost doubles with each
@@ -443,32 +441,6 @@ class StudyRun(Checked):
     out: str = MISSING
 
 
-@dataclass
-class AnalysisRun(Checked):
-    """The configuration in conf/dper_analysis.yaml."""
-
-    run: str | None = None
-    read: str | None = None
-    num_candidates: list[int] = MISSING
-    granularity: list[str] = MISSING
-    draws: int = within(">= 2")
-    seed: int = within(">= 0")
-    num_threads: int = within(">= 1")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("num_candidates", min(self.num_candidates, default=0) > 0, "must be numbers >= 1")
-        known = {"batch", "group", "transition"}
-        valid = bool(self.granularity) and {*self.granularity} <= known
-        self.require("granularity", valid, f"choose {', '.join(sorted(known))}")
-        if self.read is not None:
-            self.require("read", Path(self.read).is_file(), "no such file")
-            return
-        for name in (CONFIG, CHECKPOINT):
-            there = self.run is not None and Path(self.run, name).is_file()
-            self.require("run", there, f"no {name} there; pass the directory of a run of recipes.td3")
-
-
 # the class of the options of each command
 SCHEMAS: dict[str, Any] = dict(dqn=DQNRun, sac=SACRun, td3=TD3Run, acer=ACERRun, r2d2=R2D2Run)
-SCHEMAS |= dict(distributed=DistributedRun, study=StudyRun, dper_analysis=AnalysisRun)
+SCHEMAS |= dict(distributed=DistributedRun, study=StudyRun)

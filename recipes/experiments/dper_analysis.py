@@ -1,14 +1,12 @@
 """How much more on-policy is the best of K candidate batches? Measured on the buffer of a TD3 run (DPER, App. A).
 
     python -m recipes.td3 env=halfcheetah sampler=uniform num_envs=8 compile=true
-    python -m recipes.experiments.dper_analysis run=runs/td3/halfcheetah/uniform/seed1-...
+    python -m recipes.experiments.dper_analysis runs/td3/halfcheetah/uniform/seed1-...
 
 Of K uniform batches, DPER takes the one whose actions are nearest to those of the current policy. More candidates do
 not improve it; its authors do not explain why. This experiment takes buffer and policy from the checkpoint of a run,
 draws the actor's batches with DecoupledSampler, and measures how much nearer to the policy they are than uniform
-batches. It writes dper_analysis.csv and the figure dper_analysis.png and .svg; read=<CSV> draws the figure of an
-earlier analysis. The CSV has one row per granularity and K; each ratio is followed by its 95 % bootstrap interval over
-draws:
+batches. The CSV has one row per granularity and K; each ratio is followed by its 95 % bootstrap interval over draws:
 
 - *score*: score of the chosen candidate / mean score of the candidates. For granularity batch and group, the score is
   the KL to the exploration noise. For transition, it is the squared difference between stored action and policy action,
@@ -25,17 +23,10 @@ For comparison, the rows "newest 0.5" ... give the squared difference of the new
 buffer.
 """
 
-from __future__ import annotations
-
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("experiments.dper_analysis", "analyse")
-
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -47,27 +38,39 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes import td3
+from recipes.common.checked import positive
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import DONE, parse_config
+from recipes.common.cli import parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
-from recipes.common.figures import GREY, explain, files_of, looks, panel_grid, sample_line, save, styled
-from recipes.common.files import CONFIG, load_config
+from recipes.common.figures import GREY, explain, looks, panel_grid, sample_line, styled
+from recipes.common.files import CHECKPOINT, CONFIG, load_config
 from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.replay import make_replay
-from recipes.common.schemas import AnalysisRun, TD3Run
-from recipes.common.tables import markdown, read_csv, rewrite
+from recipes.common.schemas import TD3Run
+from recipes.common.tables import markdown
+from recipes.experiments.command_line import ExperimentParser, Row
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
+from torchrl_replay_ext.samplers.candidates import Granularity
 
 SHARES = (0.5, 0.25, 0.1)
 SATURATED = 0.99  # absolute value of an action
-Row = dict[str, Any]  # of dper_analysis.csv
 MEASURES = {
     "score": "score: chosen / mean candidate",
     "squared_difference": "squared difference of actions: chosen / uniform",
     "kl": "KL of the whole batch: chosen / uniform",
 }
+RATIOS = [f"{measure}{end}" for measure in MEASURES for end in ("", "_low", "_high")]
+
+
+def number(text: str) -> float | str:
+    """A cell of a column of numbers, which is empty in rows of the newest transitions."""
+    return float(text) if text else ""
+
+
+KINDS: dict[str, Callable[[str], Any]] = {"granularity": str}
+KINDS |= dict.fromkeys(("num_candidates", *RATIOS, "spread"), number)
 
 
 def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, float]:
@@ -76,9 +79,12 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     Raises:
         ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
     """
+    for name in (CONFIG, CHECKPOINT):
+        if not (run_dir / name).is_file():
+            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run of recipes.td3")
     raw_config = load_config(run_dir / CONFIG)
     if "td3" not in raw_config:
-        raise ConfigError(f"run={run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
+        raise ConfigError(f"{run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
     config = parse_config(raw_config, TD3Run)
     env = make_continuous_env(config.env)
     sizes = flatdim(env.observation_space), flatdim(env.action_space)
@@ -90,7 +96,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     replay = make_replay(config, device, td_error="squared", policy=policy, noise_scale=noise_scale)
     load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
     if not len(replay):
-        raise ConfigError(f"run={run_dir}: the buffer is empty")
+        raise ConfigError(f"{run_dir}: the buffer is empty")
     return replay, policy, noise_scale
 
 
@@ -130,8 +136,9 @@ def of_newest(replay: TensorDictReplayBuffer, policy: TensorDictModule) -> list[
     stored = replay[newest_first]
     squares = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean(1)
     means = [squares[: math.ceil(share * count)].mean() / squares.mean() for share in SHARES]
+    empty = dict.fromkeys((*KINDS, "saturated"), "")
     return [
-        {"granularity": f"newest {share:g}", "num_candidates": "", "squared_difference": mean.item()}
+        empty | {"granularity": f"newest {share:g}", "squared_difference": round(mean.item(), 5)}
         for share, mean in zip(SHARES, means, strict=True)
     ]
 
@@ -145,7 +152,7 @@ def format_table(rows: list[Row]) -> str:
             lines.append((row["granularity"], "", "", f"{row['squared_difference']:.3f}", "", "", ""))
             continue
         ratios = (f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]" for name in MEASURES)
-        saturated = f"{row['saturated']:.3f}" if "saturated" in row else ""
+        saturated = f"{float(row['saturated']):.3f}" if "saturated" in row else ""
         lines.append((row["granularity"], f"{row['num_candidates']:g}", *ratios, f"{row['spread']:.3f}", saturated))
     return markdown(("granularity", "K", *names, "spread", "saturated"), lines)
 
@@ -180,40 +187,20 @@ def plot(rows: list[Row]) -> Figure:
     return figure
 
 
-def read_results(path: Path) -> list[Row]:
-    """Read the rows of an earlier analysis; ConfigError if it is another file."""
-    return [
-        {key: value if value == "" or key == "granularity" else float(value) for key, value in row.items()}
-        for row in read_csv(path, ("granularity", "num_candidates", *MEASURES))
-    ]
+def analyse(run_dir: Path, settings: list[tuple[str, int]], draws: int, seed: int) -> Iterator[Row]:
+    """Load a run, and measure it: an iterator over the rows of dper_analysis.csv.
 
+    Args:
+        run_dir: directory of a run of recipes.td3, with a checkpoint.
+        settings: granularities and numbers of candidates.
+        draws: batches of the actor for each of them, at least 2.
+        seed: seed of the draws.
 
-def analyse(config: AnalysisRun, run_dir: Path) -> int:
-    """Measure, print the table, and write dper_analysis.csv and the figure to `run_dir`; with `read`, only draw.
-
-    Returns:
-        The exit code.
+    Raises:
+        ConfigError: if the run cannot be loaded, or its batches cannot be chosen like that.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    table, figures = run_dir / "dper_analysis.csv", files_of(run_dir / "dper_analysis")
-    if config.read is not None:
-        rows, written = read_results(Path(config.read)), figures
-    else:
-        rows, written = measure_all(config), [table, *figures]
-        cells = [{key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()} for row in rows]
-        rewrite(table, [dict.fromkeys(cells[0], "") | row for row in cells])
-    save(plot(rows), *figures)
-    print(format_table(rows))
-    print("written:", *written)
-    return DONE
-
-
-def measure_all(config: AnalysisRun) -> list[Row]:
-    """The rows of dper_analysis.csv."""
-    assert config.run is not None
-    torch.set_num_threads(config.num_threads)
-    torch.manual_seed(config.seed)
-    replay, policy, noise_scale = load_run(Path(config.run))
+    torch.manual_seed(seed)
+    replay, policy, noise_scale = load_run(run_dir)
 
     def actor_buffer(granularity: str, num_candidates: int) -> TensorDictReplayBuffer:
         keywords = {"num_candidates": num_candidates, "granularity": granularity, "noise_scale": noise_scale}
@@ -221,21 +208,51 @@ def measure_all(config: AnalysisRun) -> list[Row]:
         replay.set_sampler(sampler)
         return sampler.actor_buffer(replay)
 
-    settings = [(granularity, count) for granularity in config.granularity for count in config.num_candidates]
     try:
-        buffers = [actor_buffer(*setting) for setting in (("batch", 1), *settings)]
+        reference, *buffers = [actor_buffer(*setting) for setting in (("batch", 1), *settings)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    bar = tqdm(buffers, desc="dper_analysis", leave=False)
-    uniform, *results = [measure(buffer, policy, noise_scale, config.draws) for buffer in bar]
-    rows = []
-    for (granularity, count), result in zip(settings, results, strict=True):
-        chosen, candidates, squares, difference, kl, saturated = result.T
-        pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
-        row: Row = {"granularity": granularity, "num_candidates": count}
-        for name, pair in zip(MEASURES, pairs, strict=True):
-            row |= dict(zip((name, f"{name}_low", f"{name}_high"), ratio(*pair), strict=True))
-        row["spread"] = float(np.sqrt(squares.mean() / candidates.mean() ** 2 - 1))
-        row["saturated"] = float(saturated.mean())
-        rows.append(row)
-    return rows + of_newest(replay, policy)
+
+    def measured() -> Iterator[Row]:
+        uniform = measure(reference, policy, noise_scale, draws)
+        bar = tqdm(zip(settings, buffers, strict=True), total=len(buffers), desc="dper_analysis", leave=False)
+        for (granularity, count), buffer in bar:
+            chosen, candidates, squares, difference, kl, saturated = measure(buffer, policy, noise_scale, draws).T
+            pairs = ((chosen, candidates), (difference, uniform[:, 3]), (kl, uniform[:, 4]))
+            spread = np.sqrt(squares.mean() / candidates.mean() ** 2 - 1)
+            numbers = [each for pair in pairs for each in ratio(*pair)] + [spread, saturated.mean()]
+            named = zip((*RATIOS, "spread", "saturated"), numbers, strict=True)
+            yield {"granularity": granularity, "num_candidates": count} | {key: round(float(x), 5) for key, x in named}
+        yield from of_newest(replay, policy)
+
+    return measured()
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    """Run the analysis from the command line and return its rows."""
+    parser = ExperimentParser("dper_analysis", __doc__)
+    add, choices = parser.add_argument, get_args(Granularity)
+    add("run", nargs="?", type=Path, help="directory of a run of recipes.td3 with a checkpoint; not with --read")
+    text = "numbers of uniform candidate batches per draw, K (default: 1 2 3 5 10)"
+    add("--candidates", type=positive, nargs="+", default=[1, 2, 3, 5, 10], metavar="K", help=text)
+    add("--granularity", nargs="+", choices=choices, default=choices, help="units of selection (default: all)")
+    text = "actor's batches for each K and granularity, at least 2 (default: %(default)s)"
+    add("--draws", type=positive, default=2000, help=text)
+    add("--seed", type=int, default=1, help="seed of the draws (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if (options.run is None) == (options.read is None):
+        parser.error("pass the directory of a run of recipes.td3, or --read CSV")
+    if options.draws < 2:
+        parser.error(f"--draws {options.draws}: must be at least 2")
+    settings = [(granularity, count) for granularity in options.granularity for count in options.candidates]
+    rows: Iterator[Row] = iter(())
+    try:
+        if options.run is not None:
+            rows = analyse(options.run, settings, options.draws, options.seed)
+    except ConfigError as error:
+        parser.error(str(error))
+    return parser.run(options, KINDS, lambda: rows, format_table, plot)
+
+
+if __name__ == "__main__":
+    main()

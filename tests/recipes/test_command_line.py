@@ -19,7 +19,7 @@ from recipes.common.schemas import SCHEMAS
 from recipes.experiments import cliffwalk
 from tests.recipes.runs import ROOT, command, tiny
 
-FUNCTIONS = {"study": "run_study", "experiments.dper_analysis": "analyse"}
+FUNCTIONS = {"study": "run_study"}
 
 
 @pytest.fixture
@@ -113,10 +113,6 @@ MISTAKES = {
     "distributed algorithm=sac env=pendulum sampler=lap": "needs the Huber loss, which algorithm=sac has not",
     "study study.baseline=magic": "choose uniform, per, rank, reaper",
     "study study.envs=[]": "must have at least one environment",
-    "experiments.dper_analysis granularity=[bach]": "choose batch, group, transition",
-    "experiments.dper_analysis draws=1": "draws=1: must be >= 2",
-    "experiments.dper_analysis num_candidates=[]": "num_candidates=[]: must be numbers >= 1",
-    "experiments.dper_analysis +beta=1": "the configuration has no key beta; its keys are run, ",
     "dqn dqn.buffer_size=1000000000000": "dqn.buffer_size=1000000000000: needs at least 32,000 GB, and cpu has ",
     "dqn dqn.hidden_sizes=[10000000,10000000]": "not enough memory (",
     # words
@@ -127,7 +123,6 @@ MISTAKES = {
     "dqn --help sampler=reapr": "did you mean reaper?",
     # directories
     "dqn resume=nowhere": "resume=nowhere: no config.yaml there",
-    "experiments.dper_analysis run=nowhere": "run=nowhere: no config.yaml there",
     "dqn hydra.run.dir=/dev/null/run": "/dev/null/run: Not a directory",
 }
 
@@ -232,7 +227,6 @@ def shown(monkeypatch, capsys):
         ("distributed", {"num_collectors": "collector actors", "dqn.gamma": "discount"}),
         ("distributed algorithm=td3 env=pendulum", {"td3.tau": "share of actor and critics"}),
         ("study study=sset_tworooms", {"study.least": "value of the column", "workers": "runs in parallel"}),
-        ("experiments.dper_analysis", {"draws": "actor batches"}),
         ("dqn atari", {"env.atari.frame_skip": "emulator frames"}),
     ],
 )

@@ -1,7 +1,5 @@
 """The analysis of DPER: the numbers it measures for a run of TD3, and its errors."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from recipes import sac, td3
 from recipes.common.cli import DONE
-from recipes.common.errors import ConfigError
+from recipes.common.tables import read_csv
 from recipes.experiments import dper_analysis
 from tests.recipes.runs import ROOT, composed, tiny
 from torchrl_replay_ext import DecoupledSampler
@@ -29,14 +27,11 @@ def run_dir(tmp_path_factory):
     return path
 
 
-def analysed(out, run_dir, *overrides):
-    assert dper_analysis.analyse(composed("dper_analysis", f"run={run_dir}", "draws=200", *overrides), out) == DONE
-    with (out / "dper_analysis.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_rows(tmp_path, run_dir, capsys):
-    *table, half, quarter, tenth = analysed(tmp_path, run_dir)
+    rows = dper_analysis.main([str(run_dir), "--draws", "200", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr().out.splitlines()
+    *table, half, quarter, tenth = read_csv(tmp_path / "out" / "dper_analysis.csv")
+    assert len(rows) == len(table) + 3
     assert [(row["granularity"], int(row["num_candidates"])) for row in table] == [
         (granularity, count) for granularity in ("batch", "group", "transition") for count in (1, 2, 3, 5, 10)
     ]
@@ -59,21 +54,19 @@ def test_rows(tmp_path, run_dir, capsys):
     # finer parts choose more
     score = [float(table[start + 1]["score"]) for start in (0, 5, 10)]
     assert score == sorted(score, reverse=True)
-    assert "| transition | 10 |" in capsys.readouterr().out
-    assert (tmp_path / "dper_analysis.png").read_bytes().startswith(b"\x89PNG")
+    assert any(line.startswith("| transition | 10 |") for line in printed)
+    # the same figure and table from the file
+    dper_analysis.main(["--read", str(tmp_path / "out" / "dper_analysis.csv"), "--out", str(tmp_path / "again")])
+    assert capsys.readouterr().out.splitlines()[1:] == printed[1:]
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {"dper_analysis.png", "dper_analysis.svg"}
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
-def test_the_figure_of_an_earlier_analysis_is_drawn_again(tmp_path, capsys):
-    path = ROOT / "recipes/results/dper_analysis.csv"
-    assert dper_analysis.analyse(composed("dper_analysis", f"read={path}"), tmp_path) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"dper_analysis.png", "dper_analysis.svg"}
+def test_the_published_figure_can_be_drawn_again(tmp_path, capsys):
+    """Its rows lack the share of saturated actions."""
+    dper_analysis.main(["--read", str(ROOT / "recipes/results/dper_analysis.csv"), "--out", str(tmp_path)])
     assert "| newest 0.1 |  |  | 0.085 |" in capsys.readouterr().out
-    for wrong, message in (
-        (tmp_path / "none.csv", "no such file"),
-        (path.parent / "stylized.csv", "no column granularity"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            dper_analysis.analyse(composed("dper_analysis", f"read={wrong}"), tmp_path)
 
 
 def test_numbers_are_those_of_the_run(run_dir):
@@ -108,21 +101,28 @@ def test_newest_transitions_are_the_last_to_be_written():
         difference = torch.arange(start, start + 8).unsqueeze(1).float().sqrt()
         replay.extend(TensorDict({"observation": torch.zeros(8, 1), "action": difference}, [8]))
     newest = {row["granularity"]: row["squared_difference"] for row in dper_analysis.of_newest(replay, policy)}
-    assert newest == pytest.approx({"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5})
+    assert newest == pytest.approx(
+        {"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5}, abs=1e-5
+    )
 
 
-def test_runs_that_do_not_serve(tmp_path, run_dir):
+def test_runs_that_do_not_serve(tmp_path, run_dir, capsys):
     other, without, small = tmp_path / "sac", tmp_path / "without", tmp_path / "small"
     for path in (other, without, small):
         path.mkdir()
     assert sac.train(composed("sac", "sampler=uniform", *tiny("sac", **TINY)), other) == DONE
     (without / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
     assert td3.train(composed("td3", *tiny("td3", **TINY | {"batch_size": 8})), small) == DONE
-    for path, message in (
-        (other, f"run={other}: not a run of recipes.td3"),
-        (without, f"run={without}: no checkpoint.zip there"),
-        (small, "actor's batch_size is 8; group_size=16 must divide it"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            dper_analysis.analyse(composed("dper_analysis", f"run={path}"), tmp_path)
-        assert message in str(error.value)
+    words = {
+        (str(other),): f"{other}: not a run of recipes.td3",
+        (str(without),): f"{without}: no checkpoint.zip there",
+        (str(tmp_path),): f"{tmp_path}: no config.yaml there",
+        (str(small),): "actor's batch_size is 8; group_size=16 must divide it",
+        (str(run_dir), "--draws", "1"): "--draws 1: must be at least 2",
+        (): "pass the directory of a run of recipes.td3, or --read CSV",
+    }
+    for arguments, message in words.items():
+        with pytest.raises(SystemExit, match="2"):
+            dper_analysis.main([*arguments, "--out", str(tmp_path / "out")])
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

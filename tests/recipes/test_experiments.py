@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from recipes.common.tables import append_rows, read_csv
-from recipes.experiments import acer_search, cliffwalk, reliability, sharding, sset_tabular, stylized
+from recipes.experiments import acer_search, cliffwalk, dper_analysis, reliability, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
 
 
-@pytest.mark.parametrize("experiment", [cliffwalk, reliability, sharding, sset_tabular, stylized])
+@pytest.mark.parametrize("experiment", [cliffwalk, dper_analysis, reliability, sharding, sset_tabular, stylized])
 def test_a_wrong_file_to_read_is_named_before_anything_is_written(experiment, tmp_path, capsys):
     other = RESULTS / ("cliffwalk.csv" if experiment is stylized else "stylized.csv")
     for path, message in ((tmp_path / "no.csv", "No such file"), (other, "no column")):
