@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from tests.objectives.trajectories import algorithm_2, by_rows
 from torchrl_replay_ext.functional import (
     acer_value_target,
     importance_ratio,
@@ -23,20 +24,6 @@ DOUBLE = {"dtype": torch.float64}
 # --- the paper, step by step
 
 
-def algorithm_2(gamma, coefficient, q, v_next, reward, done, terminated):
-    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` is ρ̄_i (c_i in Algorithm 3)."""
-    result = [None] * len(reward)
-    for i in reversed(range(len(reward))):
-        if i == len(reward) - 1 or done[i]:
-            q_ret = torch.zeros_like(v_next[i]) if terminated[i] else v_next[i]
-        q_ret = reward[i] + gamma * q_ret
-        result[i] = q_ret
-        if i > 0:
-            # V_i is the value of the state that step i − 1 led to
-            q_ret = coefficient[i] * (q_ret - q[i]) + v_next[i - 1]
-    return torch.stack(result)
-
-
 def appendix_e4(gamma, rho, v_next, reward, done, terminated):
     """R_t = r_t + γ ρ_{t+1} R_{t+1}; the paper has no γ."""
     result = [None] * len(reward)
@@ -47,15 +34,6 @@ def appendix_e4(gamma, rho, v_next, reward, done, terminated):
         behind = v_next[t] if done[t] or t == len(reward) - 1 else rho[t + 1] * result[t + 1]
         result[t] = result[t] + gamma * behind
     return torch.stack(result)
-
-
-def by_rows(function, *columns, time_dim):
-    """Apply ``function`` to each row [T] separately."""
-    rows = [x.movedim(time_dim, -1) for x in columns]
-    shape = rows[0].shape
-    flat = [x.reshape(-1, shape[-1]) for x in rows]
-    result = torch.stack([function(*row) for row in zip(*flat, strict=True)])
-    return result.reshape(shape).movedim(-1, time_dim)
 
 
 class Experience:

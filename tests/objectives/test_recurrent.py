@@ -9,7 +9,7 @@ from torch.distributions import Categorical
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
 
-from tests.objectives.trajectories import averaged
+from tests.objectives.trajectories import averaged, q_ret_of
 from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
 
 OBSERVATION, HIDDEN, ACTIONS, GAMMA = 3, 5, 4, 0.9
@@ -91,27 +91,17 @@ class Recurrent:
     def q_ret(self, next_value, pi, rows=None):
         """The loop of Algorithm 2 on rows [B, T]; each step uses values of its own episode only."""
         rows = self.rows if rows is None else rows
-        result = torch.zeros(rows.shape, dtype=torch.float64)
-        for b in range(rows.shape[0]):
-            for t in reversed(range(rows.shape[1])):
-                step = rows[b, t]
-                v = 0.0 if step["next", "terminated"] else float(step["expected", next_value])
-                target = float(step["next", "reward"]) + GAMMA * v
-                if t + 1 < rows.shape[1] and not step["next", "done"]:
-                    after = rows[b, t + 1]
-                    a = int(after["action"])
-                    rho = float(pi(after)[a] / after["logits"].softmax(-1)[a])
-                    target += GAMMA * min(1.0, rho) * (float(result[b, t + 1]) - float(after["expected", "q"][a]))
-                result[b, t] = target
-        return result
+        action, v_next = rows["action"].unsqueeze(-1), rows["expected", next_value].unsqueeze(-1)
+        rho = (pi(rows) / rows["logits"].softmax(-1)).gather(-1, action)
+        return q_ret_of(rows, GAMMA, rho, rows["expected", "q"].gather(-1, action), v_next).squeeze(-1)
 
 
-def greedy(step):
-    return nn.functional.one_hot(step["expected", "q"].argmax(), ACTIONS).double()
+def greedy(rows):
+    return nn.functional.one_hot(rows["expected", "q"].argmax(-1), ACTIONS).double()
 
 
-def own(step):
-    return step["expected", "pi"]
+def own(rows):
+    return rows["expected", "pi"]
 
 
 @pytest.mark.parametrize("over_time", [True, False])

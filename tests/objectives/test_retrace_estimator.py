@@ -14,6 +14,7 @@ from torchrl.objectives import A2CLoss, DiscreteSACLoss, DQNLoss, SoftUpdate
 from torchrl.objectives.utils import build_value_estimator, default_value_kwargs
 from torchrl.objectives.value import TD0Estimator
 
+from tests.objectives.trajectories import q_ret_of
 from torchrl_replay_ext import RetraceEstimator
 
 OBSERVATION, ACTIONS, GAMMA = 3, 4, 0.9
@@ -70,20 +71,10 @@ def naive(batch, value, policy=None, *, lmbda=1.0, c=1.0, power=1.0):
             return policy(x).softmax(-1)
         return nn.functional.one_hot(value(x).argmax(-1), ACTIONS).to(x.dtype)
 
-    result = torch.zeros(*batch.shape, 1, dtype=torch.float64)
-    for s in range(batch.shape[0]):
-        for t in reversed(range(batch.shape[1])):
-            step = batch[s, t]
-            behind = step["next", "observation"]
-            v = 0.0 if step["next", "terminated"] else (probabilities(behind) * value(behind)).sum()
-            total = step["next", "reward"] + GAMMA * v
-            if t + 1 < batch.shape[1] and not step["next", "done"]:
-                after = batch[s, t + 1]
-                x, a = after["observation"], after["action"]
-                rho = probabilities(x)[a] / after["action_log_prob"].exp()
-                total = total + GAMMA * lmbda * min(c, float(rho**power)) * (result[s, t + 1] - value(x)[a])
-            result[s, t] = total
-    return result
+    x, behind, action = batch["observation"], batch["next", "observation"], batch["action"].unsqueeze(-1)
+    rho = probabilities(x).gather(-1, action) / batch["action_log_prob"].exp().unsqueeze(-1)
+    v_next = (probabilities(behind) * value(behind)).sum(-1, keepdim=True)
+    return q_ret_of(batch, GAMMA, rho**power, value(x).gather(-1, action), v_next, lmbda=lmbda, c=c)
 
 
 def assert_near(result, expected):

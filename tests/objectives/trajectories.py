@@ -1,7 +1,8 @@
 """Trajectories for tests of the losses, and helpers for their reference loops."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +56,40 @@ def episodes(rows: TensorDict) -> Iterator[list[tuple[int, int]]]:
                 piece = []
         if piece:
             yield piece
+
+
+def algorithm_2(
+    gamma: float, coefficient: Any, q: Tensor, v_next: Tensor, reward: Tensor, done: Tensor, terminated: Tensor
+) -> Tensor:
+    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` is ρ̄_i (c_i in Algorithm 3)."""
+    result: list[Any] = [None] * len(reward)
+    for i in reversed(range(len(reward))):
+        if i == len(reward) - 1 or done[i]:
+            q_ret = torch.zeros_like(v_next[i]) if terminated[i] else v_next[i]
+        q_ret = reward[i] + gamma * q_ret
+        result[i] = q_ret
+        if i > 0:
+            # V_i is the value of the state that step i − 1 led to
+            q_ret = coefficient[i] * (q_ret - q[i]) + v_next[i - 1]
+    return torch.stack(result)
+
+
+def by_rows(function: Callable[..., Tensor], *columns: Tensor, time_dim: int) -> Tensor:
+    """Apply ``function`` to each row [T] separately."""
+    rows = [x.movedim(time_dim, -1) for x in columns]
+    shape = rows[0].shape
+    flat = [x.reshape(-1, shape[-1]) for x in rows]
+    result = torch.stack([function(*row) for row in zip(*flat, strict=True)])
+    return result.reshape(shape).movedim(-1, time_dim)
+
+
+def q_ret_of(
+    batch: TensorDict, gamma: float, rho: Tensor, q: Tensor, v_next: Tensor, *, lmbda: float = 1.0, c: float = 1.0
+) -> Tensor:
+    """Q^ret [S, T, 1] of rows [S, T], from the ratios and the values of their actions, and V(x_{t+1}), [S, T, 1]."""
+    ends = (batch["next", key] for key in ("reward", "done", "terminated"))
+    loop = functools.partial(algorithm_2, gamma)
+    return by_rows(loop, lmbda * rho.clamp_max(c), q, v_next, *ends, time_dim=1)
 
 
 def project(g: Tensor, k: Tensor, delta: float) -> Tensor:
