@@ -222,16 +222,7 @@ def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
     for which, networks in (("current", expected_setting.networks), ("average", expected_setting.average)):
         module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[entry])
         renamed[which] = ProbabilisticActor(module, in_keys={name: entry}, distribution_class=Categorical)
-    loss = ACERLoss(
-        renamed["current"],
-        expected_setting.networks.critic(),
-        gamma=0.9,
-        c=1.5,
-        delta=0.05,
-        entropy_coeff=0.25,
-        behaviour_key=mu_key,
-    )
-    SoftUpdate(loss, eps=0.75)
+    loss = averaged(ACERLoss(renamed["current"], expected_setting.networks.critic(), behaviour_key=mu_key, **EXACT))
     set_average(loss, renamed["average"])
     result, expected = loss(batch.clone()), expected_setting.loss(batch)
     assert expected["kl"] > 0
@@ -242,9 +233,7 @@ def test_a_nested_entry_whose_last_part_is_logits_needs_no_mapping():
     networks, batch = Networks(), rows()
     module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[("agent", "logits")])
     actor = ProbabilisticActor(module, in_keys=[("agent", "logits")], distribution_class=Categorical)
-    losses_of = [ACERLoss(a, networks.critic()) for a in (actor, networks.actor())]
-    for loss in losses_of:
-        SoftUpdate(loss, eps=0.75)
+    losses_of = [averaged(ACERLoss(a, networks.critic())) for a in (actor, networks.actor())]
     assert torch.equal(losses_of[0](batch)["loss_actor"], losses_of[1](batch)["loss_actor"])
 
 
@@ -342,8 +331,7 @@ def test_actor_and_critic_of_one_operator():
 def test_one_hot_policies(distribution):
     networks, batch = Networks(), rows(one_hot=True)
     loss = averaged(ACERLoss(networks.actor(distribution_class=distribution), networks.critic()))
-    expected = ACERLoss(networks.actor(), networks.critic())
-    SoftUpdate(expected, eps=0.75)
+    expected = averaged(ACERLoss(networks.actor(), networks.critic()))
     assert torch.equal(loss(batch)["loss_actor"], expected(batch)["loss_actor"])
 
 
