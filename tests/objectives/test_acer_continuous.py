@@ -369,8 +369,9 @@ def test_statistics_of_another_name():
     refuses(setting, rows(), KeyError, r"'mean'.*actor_network.*set_keys\(loc=")
 
 
-def test_values_of_another_shape():
+@pytest.mark.parametrize("returns", ["retrace", "truncated_importance_sampling"])
+def test_values_of_another_shape(returns):
     setting = Setting()
     setting.networks.critic.value_net = nn.Linear(HIDDEN, 2).double()
-    setting.loss = averaged(ACERContinuousLoss(setting.networks.actor(), setting.networks.critic))
-    refuses(setting, rows(), ValueError, r"V.*\(4, 9, 2\), expected \(4, 9, 1\); sdn")
+    setting.loss = averaged(ACERContinuousLoss(setting.networks.actor(), setting.networks.critic, returns=returns))
+    refuses(setting, rows(), ValueError, r"'V' has shape \(4, 9, 2\), expected \(4, 9, 1\); sdn")

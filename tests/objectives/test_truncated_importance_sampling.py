@@ -123,9 +123,9 @@ def test_on_policy_it_is_the_advantage_actor_critic(c):
 class Values(nn.Module):
     """A critic of V alone."""
 
-    def __init__(self, outputs: int = 1):
+    def __init__(self):
         super().__init__()
-        self.net = nn.Linear(3, outputs, dtype=torch.float64)
+        self.net = nn.Linear(3, 1, dtype=torch.float64)
 
     def state_value(self, observation: Tensor) -> Tensor:
         return self.net(observation)
@@ -144,11 +144,3 @@ def test_neither_q_learns_nor_are_actions_drawn():
     assert torch.equal(torch.get_rng_state(), before)
     advantage = list(setting.networks.critic.advantage_net.parameters())
     assert not any(g.any() for g in gradients(losses(result), advantage))
-
-
-def test_values_of_another_shape():
-    loss = averaged(ACERContinuousLoss(Networks().actor(), Values(outputs=2), returns=TIS))
-    with pytest.raises(
-        ValueError, match=r"'V' has shape \(4, 9, 2\), expected \(4, 9, 1\); sdn and its state_value return it"
-    ):
-        loss(rows())
