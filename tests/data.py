@@ -1,20 +1,28 @@
 """Builders of transitions, event tables and buffers that many tests share."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler
 
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    DecoupledSampler,
     EventSpec,
     EventTables,
     EventTableSampler,
     EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    RecencySampler,
+    TrajectoryRetraceSampler,
 )
 
 # --- transitions
@@ -113,6 +121,23 @@ def event_sampler(size, condition=("next", "done"), history=3, *, name="end", de
     retention = "ring" if default is None else "pinned"
     tables = EventTables([EventSpec(name, condition, history)], sizes, retention=retention)
     return EventTableSampler(tables, **{"eta": {"default": 1 - share, name: share}, "min_size": 1, **sampler})
+
+
+# a sampler of each kind with its default arguments, made for a capacity; `random_rows` have the entries that they read
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "uniform": lambda capacity: RandomSampler(),
+    "proportional": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "recency": RecencySampler,
+    "reaper": ReaPERSampler,
+    "tables": lambda capacity: event_sampler(capacity, "event"),
+    "tables, proportional": lambda capacity: event_sampler(capacity, "event", priority={"kind": "proportional"}),
+    "slices": lambda capacity: TrajectoryRetraceSampler(capacity, slice_len=4),
+    "slices, proportional": lambda capacity: TrajectoryRetraceSampler(
+        capacity, slice_len=4, anchors=ProportionalSampler(capacity)
+    ),
+    "decoupled": lambda capacity: DecoupledSampler(ProportionalSampler(capacity), linear_policy(3, 2)),
+}
 
 
 # --- buffers

@@ -8,16 +8,13 @@ import torchrl.data
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from torchrl.data.replay_buffers import SampleUnit, Sequence
 
-from tests.data import buffer_with, event_sampler, random_rows
+from tests.data import SAMPLERS, buffer_with, random_rows
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     EventTableWriter,
     ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
     compile_step,
 )
 
@@ -25,13 +22,6 @@ CAPACITY, BATCH = 40, 8
 RateLimited = getattr(torchrl.data, "RateLimitedReplayBuffer", object)
 later = pytest.mark.skipif(RateLimited is object, reason="torchrl 0.14 has no waits and no rate limits")
 every_kind = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-SAMPLERS = {
-    "proportional": ProportionalSampler,
-    "rank": RankBasedSampler,
-    "reaper": ReaPERSampler,
-    "events": lambda: event_sampler(CAPACITY, "event", priority={"kind": "proportional"}),
-    "slices": lambda: TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler()),
-}
 
 
 def make_buffer(sampler=None, **arguments):
@@ -104,13 +94,13 @@ def test_samples_are_counted_in_rows(length, compiled):
 
 @later
 @pytest.mark.parametrize("base", [TensorDictReplayBuffer, CompilableReplayBuffer], ids=["stock", "compilable"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "tables, proportional", "slices, proportional"])
 def test_a_rate_limit_combines_with_buffers_of_tensordicts(name, base):
     class Limited(RateLimited, base):
         pass
 
-    sampler = SAMPLERS[name]()
-    writer = {"writer": EventTableWriter(sampler.tables)} if name == "events" else {}
+    sampler = SAMPLERS[name](CAPACITY)
+    writer = {"writer": EventTableWriter(sampler.tables)} if name == "tables, proportional" else {}
     make_storage = CompilableTensorStorage if base is CompilableReplayBuffer else LazyTensorStorage
     rb = Limited(storage=make_storage(CAPACITY), sampler=sampler, batch_size=BATCH, samples_per_insert=1.0, **writer)
     rb.extend(random_rows(2 * BATCH))
@@ -164,7 +154,7 @@ def test_changing_stored_rows_by_generation_leaves_priorities_and_pending_update
     """``update_if_present`` changes entries of rows that were not overwritten since, but not which rows they are."""
     rb = TensorDictReplayBuffer(
         storage=LazyTensorStorage(CAPACITY),
-        sampler=SAMPLERS[name](),
+        sampler=SAMPLERS[name](CAPACITY),
         writer=TensorDictRoundRobinWriter(track_generations=True),
         batch_size=BATCH,
     )

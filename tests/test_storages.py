@@ -10,40 +10,23 @@ from torchrl.data import (
     LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
-    RandomSampler,
     TensorDictReplayBuffer,
 )
 
-from tests.data import buffer_with, event_sampler, linear_policy, random_rows
+from tests.data import SAMPLERS, buffer_with, event_sampler, random_rows
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
-    DecoupledSampler,
     EventTableWriter,
     FrameStackStorage,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    RecencySampler,
-    TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 CAPACITY = 20
-
-SAMPLERS = {
-    "uniform": lambda _: RandomSampler(),
-    "proportional": ProportionalSampler,
-    "rank": RankBasedSampler,
-    "recency": RecencySampler,
-    "reaper": ReaPERSampler,
-    "tables": lambda capacity: event_sampler(capacity, "event"),
-    "slices": lambda capacity: TrajectoryRetraceSampler(capacity, slice_len=2),
-    "decoupled": lambda capacity: DecoupledSampler(ProportionalSampler(capacity), linear_policy(3, 2), noise_scale=0.1),
-}
+NAMES = ["uniform", "proportional", "rank", "recency", "reaper", "tables", "slices", "decoupled"]
 # these read no stored entries, so they work with lists
 ON_LISTS = ["proportional", "rank", "recency"]
-every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+every_sampler = pytest.mark.parametrize("name", NAMES)
 
 
 # --- rows with a graph
@@ -216,7 +199,7 @@ def test_a_list_without_a_size(name, storage):
 
 
 @pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("uniform", "tables")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("uniform", "tables")])
 def test_a_list_and_a_sampler_without_a_size(name, storage):
     rb = TensorDictReplayBuffer(storage=storage(), sampler=SAMPLERS[name](None), batch_size=8)
     message = rf"has no size. Pass a size to the storage, {storage.__name__}\(1000\), or to the sampler, \w+\(capacity="
@@ -232,7 +215,7 @@ def test_event_tables_need_a_storage_with_a_size():
 
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage, LazyStackStorage])
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name not in ("uniform", "tables")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("uniform", "tables")])
 def test_one_transition_per_slot(name, storage, filled):
     if filled and (storage is LazyTensorStorage or name not in ON_LISTS):
         pytest.skip("only lists whose entries are not read take such rows after others")
@@ -345,7 +328,7 @@ def test_a_new_buffer_of_several_environments_goes_on_after_the_stored_rows(make
     assert rb[:]["step"].flatten().tolist() == list(range(9))
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "uniform"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "uniform"])
 def test_samplers_of_a_new_buffer_go_on_after_the_stored_rows(name):
     storage = CompilableTensorStorage(CAPACITY)
     TensorDictReplayBuffer(storage=storage).extend(random_rows(12))

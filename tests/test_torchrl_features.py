@@ -1,7 +1,5 @@
 """Samplers with n-step returns, hindsight relabelling, storages that were filled before, and ensembles of buffers."""
 
-import math
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -16,16 +14,11 @@ from torchrl.data import (
 )
 from torchrl.envs import MultiStepTransform
 
-from tests.data import buffer_with, event_sampler, linear_policy, random_rows, rows
+from tests import data
+from tests.data import buffer_with, random_rows, rows
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import probabilities
-from torchrl_replay_ext import (
-    DecoupledSampler,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
-)
+from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 CAPACITY, BATCH = 40, 8
 ABSOLUTE = {"alpha": 1.0, "eps": 0.0, "td_error": "absolute"}
@@ -49,10 +42,10 @@ def learn(rb, error=None):
 
 
 def with_rewards(count, *, first=0, episode):
-    data = rows(count, first=first, episode=episode)
-    data["next", "observation"] = data["observation"] + 1
-    data["next", "reward"] = torch.ones(count, 1)
-    return data
+    steps = rows(count, first=first, episode=episode)
+    steps["next", "observation"] = steps["observation"] + 1
+    steps["next", "reward"] = torch.ones(count, 1)
+    return steps
 
 
 @both_buffers
@@ -93,9 +86,7 @@ def test_with_n_step_returns_reliability_is_the_share_of_the_errors_of_all_later
     errors = torch.rand(stored) + 0.1
     rb.update_priority(torch.arange(stored), errors)
     naive.update(range(stored), errors.tolist())
-    criterion = naive.criterion()
-    total = math.fsum(criterion.values())
-    expected = torch.tensor([criterion[slot] / total for slot in range(stored)], dtype=torch.float64)
+    expected = torch.tensor(naive.probabilities(), dtype=torch.float64)
     torch.testing.assert_close(probabilities(rb), expected, rtol=1e-5, atol=1e-9)
 
 
@@ -149,23 +140,17 @@ def test_td_errors_of_relabelled_rows_are_priorities_of_the_original_transitions
 # --- storages that were filled before
 
 
-def dataset(count, episode=100):
-    done = (torch.arange(count) % episode == episode - 1).unsqueeze(1)
-    after = {"done": done, "terminated": done.clone()}
-    return TensorDict({"number": torch.arange(count), "observation": torch.zeros(count, 2), "next": after}, [count])
-
-
 @pytest.mark.parametrize(
     ("name", "filled"), [("proportional", "loaded"), ("rank", "loaded"), ("reaper", "loaded"), ("reaper", "written")]
 )
 def test_many_memory_mapped_transitions_that_were_stored_before(name, filled, tmp_path):
     count, sampler = 200_000, SAMPLERS[name]()
     if filled == "loaded":
-        dataset(count).memmap(tmp_path)
+        rows(count, episode=100).memmap(tmp_path)
         storage = TensorStorage(TensorDict.load_memmap(tmp_path))
     else:
         storage = LazyMemmapStorage(count, scratch_dir=tmp_path)
-        storage.set(range(count), dataset(count))
+        storage.set(range(count), rows(count, episode=100))
     rb = TensorDictReplayBuffer(storage=storage, writer=ImmutableDatasetWriter(), sampler=sampler, batch_size=256)
     batch = learn(rb, error=4.0)
     assert torch.equal(batch["number"], batch["index"])
@@ -184,10 +169,10 @@ def test_many_memory_mapped_transitions_that_were_stored_before(name, filled, tm
 def test_of_a_filled_storage_that_is_written_to_only_stored_rows_are_drawn(name):
     """TorchRL's writer begins at slot 0; the storage counts the rows twice and is full too early."""
     storage, sampler = LazyTensorStorage(CAPACITY), SAMPLERS[name]()
-    storage.set(range(30), dataset(30, episode=10))
+    storage.set(range(30), rows(30, episode=10))
     rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
     learn(rb)
-    rb.extend(dataset(20, episode=10))
+    rb.extend(rows(20, episode=10))
     assert len(rb) == CAPACITY and sampler.stats()["num_items"] == 30
     assert max(int(learn(rb)["index"].max()) for _ in range(10)) < 30
     sampler.check_valid()
@@ -196,27 +181,20 @@ def test_of_a_filled_storage_that_is_written_to_only_stored_rows_are_drawn(name)
 # --- ensembles
 
 
-def slices():
-    return TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler())
-
-
-MEMBERS = {
-    **SAMPLERS,
-    "events": lambda: event_sampler(CAPACITY, "event", priority={"kind": "proportional"}),
-    "slices": slices,
-    "decoupled": lambda: DecoupledSampler(ProportionalSampler(), linear_policy(3, 2)),
-}
-
-
 def members(name, compilable, count=2):
-    buffers = [buffer_with(MEMBERS[name](), CAPACITY, compilable=compilable, batch_size=BATCH) for _ in range(count)]
+    buffers = [
+        buffer_with(data.SAMPLERS[name](CAPACITY), CAPACITY, compilable=compilable, batch_size=BATCH)
+        for _ in range(count)
+    ]
     for number, rb in enumerate(buffers):
         rb.extend(random_rows(30, first=100 * number).set("member", torch.full((30,), number)))
     return buffers
 
 
 @both_buffers
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    "name", ["proportional", "rank", "reaper", "tables, proportional", "slices, proportional", "decoupled"]
+)
 def test_an_ensemble_draws_with_the_samplers_of_its_members_which_take_the_priorities(name, compilable):
     buffers = members(name, compilable)
     rb = ReplayBufferEnsemble(*buffers, p=[0.3, 0.7], num_buffer_sampled=3, batch_size=3 * BATCH)
@@ -240,8 +218,7 @@ def test_an_ensemble_draws_with_the_samplers_of_its_members_which_take_the_prior
 def test_routed_writes_of_an_ensemble_reach_the_samplers(compilable):
     buffers = members("proportional", compilable)
     rb = ReplayBufferEnsemble(*buffers, sample_from_all=True, routing_key="member", batch_size=2 * BATCH)
-    data = random_rows(6, first=200)
-    rb.extend(data.set("member", torch.tensor([0, 1, 1, 0, 1, 1])))
+    rb.extend(random_rows(6, first=200).set("member", torch.tensor([0, 1, 1, 0, 1, 1])))
     assert [int(member.sampler.stats()["num_items"]) for member in buffers] == [32, 34]
     for member in buffers:
         member.sampler.check_valid()

@@ -1,7 +1,6 @@
 """An update without TD errors, or with a misspelt key for them, changes no priority."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -9,40 +8,22 @@ from tensordict import TensorDict
 from torchrl.data import Sequence, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_with, event_sampler, linear_policy, random_rows
-from torchrl_replay_ext import (
-    Anneal,
-    DecoupledSampler,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
-)
+from tests.data import SAMPLERS, buffer_with, linear_policy, random_rows
+from torchrl_replay_ext import Anneal, DecoupledSampler, ProportionalSampler
 
 CAPACITY = 40
-events = partial(event_sampler, CAPACITY, "event")
-policy = partial(linear_policy, 3, 2)
-
-PRIORITIZED = {
-    "proportional": lambda: ProportionalSampler(CAPACITY, alpha=Anneal(0.6, 0.2, num_updates=9)),
-    "no eps": lambda: ProportionalSampler(CAPACITY, eps=0.0),
-    "rank": lambda: RankBasedSampler(CAPACITY),
-    "reaper": lambda: ReaPERSampler(CAPACITY, td_error="absolute"),
-    "events": lambda: events(priority={"kind": "proportional"}),
-    "decoupled": lambda: DecoupledSampler(ProportionalSampler(CAPACITY), policy()),
-    "slices": lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4, anchors=ProportionalSampler(CAPACITY)),
+MAKERS = SAMPLERS | {
+    "annealed": lambda capacity: ProportionalSampler(capacity, alpha=Anneal(0.6, 0.2, num_updates=9)),
+    "no eps": lambda capacity: ProportionalSampler(capacity, eps=0.0),
+    "decoupled, uniform": lambda capacity: DecoupledSampler(RandomSampler(), linear_policy(3, 2)),
 }
-UNIFORM = {
-    "uniform": lambda: RandomSampler(),
-    "events": events,
-    "slices": lambda: TrajectoryRetraceSampler(CAPACITY, slice_len=4),
-    "decoupled": lambda: DecoupledSampler(RandomSampler(), policy()),
-}
+PRIORITIZED = ["annealed", "no eps", "rank", "reaper", "tables, proportional", "slices, proportional", "decoupled"]
+UNIFORM = ["uniform", "tables", "slices", "decoupled, uniform"]
 
 
-def make(maker, stock, **arguments):
+def make(name, stock, **arguments):
     torch.manual_seed(0)
-    rb = buffer_with(maker(), CAPACITY, compilable=not stock, batch_size=8, **arguments)
+    rb = buffer_with(MAKERS[name](CAPACITY), CAPACITY, compilable=not stock, batch_size=8, **arguments)
     rb.extend(random_rows(30))
     return rb
 
@@ -80,7 +61,7 @@ def assert_unchanged(rb, before, counted=0):
 @pytest.mark.parametrize("name", PRIORITIZED)
 @pytest.mark.parametrize("misspelt", [False, True])
 def test_a_compilable_buffer_names_the_key_and_changes_nothing(name, misspelt):
-    rb = updated(make(PRIORITIZED[name], stock=False))
+    rb = updated(make(name, stock=False))
     batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
     if misspelt:
         batch["td_eror"] = torch.ones(len(batch))
@@ -97,7 +78,7 @@ def test_a_compilable_buffer_names_the_key_and_changes_nothing(name, misspelt):
 
 @pytest.mark.parametrize("name", PRIORITIZED)
 def test_in_a_stock_buffer_it_is_harmless_and_counted(name):
-    rb = updated(make(PRIORITIZED[name], stock=True))
+    rb = updated(make(name, stock=True))
     batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
     for calls in (1, 2):
         with warned():
@@ -107,7 +88,7 @@ def test_in_a_stock_buffer_it_is_harmless_and_counted(name):
 
 
 def test_so_it_is_with_sequences():
-    rb = updated(make(PRIORITIZED["proportional"], stock=True, sample_unit=Sequence(length=3)))
+    rb = updated(make("annealed", stock=True, sample_unit=Sequence(length=3)))
     batch, before = rb.sample(), dict(flat(rb.sampler.state_dict()))
     with warned():
         rb.update_tensordict_priority(batch)
@@ -117,13 +98,13 @@ def test_so_it_is_with_sequences():
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 @pytest.mark.parametrize("name", UNIFORM)
 def test_samplers_without_priorities_need_no_td_errors(name, stock):
-    rb = make(UNIFORM[name], stock)
+    rb = make(name, stock)
     rb.update_tensordict_priority(rb.sample())
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
 def test_single_rows_are_added_without_td_errors(stock):
-    rb = updated(make(PRIORITIZED["no eps"], stock))
+    rb = updated(make("no eps", stock))
     for slot, row in enumerate(random_rows(4), start=30):
         assert int(rb.add(row)) == slot
     assert len(rb) == 34 and rb.sampler.stats()["rejected_updates"] == 0
@@ -141,16 +122,16 @@ def test_single_rows_are_added_without_td_errors(stock):
 
 
 @pytest.mark.parametrize("first", [0, 1, 5])
-@pytest.mark.parametrize("name", ["proportional", "rank", "events"])
+@pytest.mark.parametrize("name", ["annealed", "rank", "tables, proportional"])
 def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
     """TorchRL's buffer takes rows [1] in add(), and fills in the default priority as for a sample."""
-    rb = buffer_with(PRIORITIZED[name](), CAPACITY, batch_size=1)
+    rb = buffer_with(MAKERS[name](CAPACITY), CAPACITY, batch_size=1)
     rb.extend(random_rows(30))
     if first:
         updated(rb)
         rb.extend(random_rows(first, first=30))
     before, beta = rb.sampler.stats()["never_updated"] * (30 + first), rb.sampler.beta
-    shaped = (lambda row: row) if name == "events" else (lambda row: row.unsqueeze(0))
+    shaped = (lambda row: row) if name == "tables, proportional" else (lambda row: row.unsqueeze(0))
     for slot, row in enumerate(random_rows(3), start=30 + first):
         assert int(rb.add(shaped(row))) == slot
     stats = rb.sampler.stats()
@@ -165,8 +146,8 @@ def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
 
 
 def test_a_buffer_that_gets_a_filled_storage_and_a_loaded_sampler_keeps_the_priorities():
-    rb = updated(make(PRIORITIZED["no eps"], stock=True))
-    sampler = PRIORITIZED["no eps"]()
+    rb = updated(make("no eps", stock=True))
+    sampler = MAKERS["no eps"](CAPACITY)
     sampler.load_state_dict(rb.sampler.state_dict())
     other = TensorDictReplayBuffer(storage=copy.deepcopy(rb.storage), sampler=sampler, batch_size=8)
     expected = rb.sampler.probabilities(rb.storage)
