@@ -15,9 +15,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
+from tests.data import rows
 from tests.params import slow_but
 from torchrl_replay_ext import EventSpec, Novel, Quantile, Threshold
 
@@ -192,15 +192,7 @@ def test_values_become_arguments():
         EventSpec("late", Threshold("step_count", ">=", 8), 3, table="end"),
     )
     assert buffer.sampler.eta == {"default": 1.0, "end": 0.0}
-    done = torch.tensor([False, False, False, True] * 2).unsqueeze(1)
-    steps = TensorDict(
-        {
-            "step_count": torch.arange(8).unsqueeze(1),
-            "collector": {"traj_ids": torch.arange(8) // 4},
-            "next": {"done": done, "terminated": done.clone()},
-        },
-        [8],
-    )
+    steps = rows(8, episode=4, ids=torch.arange(8) // 4, step_count=torch.arange(8).unsqueeze(1))
     buffer.extend(steps)
     for _ in range(9):
         buffer.sample()

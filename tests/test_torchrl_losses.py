@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.data import Bounded
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.modules import MLP, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.objectives import CQLLoss, DDPGLoss, DiscreteSACLoss, DQNLoss, IQLLoss, REDQLoss, SACLoss, TD3Loss
+
+from tests.data import learnable
 
 ROWS, ACTION = 32, Bounded(-1.0, 1.0, (1,))
 
@@ -54,18 +55,12 @@ LOSSES = {
 WEIGHTED = ("dqn", "discrete_sac", "ddpg", "td3", "sac")
 
 
-def batch(name):
-    discrete = name in ("dqn", "discrete_sac")
-    following = {"observation": torch.randn(ROWS, 3), "reward": torch.randn(ROWS, 1)}
-    following |= {key: torch.zeros(ROWS, 1, dtype=torch.bool) for key in ("done", "terminated")}
-    action = torch.randint(2, (ROWS,)) if discrete else torch.rand(ROWS, 1)
-    return TensorDict({"observation": torch.randn(ROWS, 3), "action": action, "next": following}, [ROWS])
-
-
 @pytest.mark.filterwarnings("ignore:No target network updater")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_take_the_weighted_mean_or_ignore_the_weights(name):
-    loss, data, weight = LOSSES[name](), batch(name), torch.rand(ROWS) + 0.1
+    action_size = None if name in ("dqn", "discrete_sac") else 1
+    data = learnable(ROWS, observation=3, action=action_size, done=0.0)
+    loss, weight = LOSSES[name](), torch.rand(ROWS) + 0.1
     loss.make_value_estimator(gamma=0.9)
 
     def critic_loss(weight):

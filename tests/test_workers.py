@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv, SerialEnv
 
-from tests.data import buffer_with
+from tests.data import buffer_with, event_sampler, rows
 from tests.params import slow_but
 from tests.reference import NaivePER, NaiveReaPER
 from tests.samplers.experience import INTERRUPTED
@@ -66,12 +65,8 @@ class SideBySide(Sampler):
         self.locked()
 
 
-def make_tables():
-    return EventTables([EventSpec("end", ("next", "terminated"), HISTORY)], {"end": CAPACITY})
-
-
 def make_buffer(num_streams, *, compilable=False, ndim=1):
-    tables = make_tables()
+    tables = EventTables([EventSpec("end", ("next", "terminated"), HISTORY)], {"end": CAPACITY})
     eta = {"default": 0.5, "end": 0.5}
     samplers = {
         "per": ProportionalSampler(CAPACITY),
@@ -228,25 +223,6 @@ def flat(data):
 # --- without workers
 
 
-def rows(ids, *, done=(), initial=None, ndim=1):
-    """Transitions with the trajectory ids ``ids``; with ndim=2, each row of ``ids`` is a column of the storage."""
-    ids = torch.tensor(ids)
-    ended = torch.zeros(*ids.shape, 1, dtype=torch.bool)
-    for place in done:
-        ended[place] = True
-    data = TensorDict(
-        {
-            "observation": torch.randn(*ids.shape, 4),
-            "collector": {"traj_ids": ids},
-            "next": {"done": ended, "terminated": ended.clone()},
-        },
-        ids.shape,
-    )
-    if initial is not None:
-        data["is_init"] = torch.full((*ids.shape, 1), initial)
-    return data
-
-
 SEQUENTIAL = {
     "reaper": partial(ReaPERSampler, 20),
     "slices": partial(TrajectoryRetraceSampler, 20, slice_len=2, behaviour_keys=()),
@@ -260,27 +236,25 @@ def test_columns_belong_to_one_environment_each(name):
 
     first, second = [[0, 0], [1, 1]], [[2, 2], [3, 3]]
     mixed = buffer()
-    mixed.extend(rows(first))
+    mixed.extend(rows(2, 2, ids=first))
     # a new trajectory is accepted: the first one may have been interrupted
     with pytest.warns(UserWarning, match=INTERRUPTED):
-        mixed.extend(rows(second))
+        mixed.extend(rows(2, 2, ids=second))
     with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
-        mixed.extend(rows(first))
+        mixed.extend(rows(2, 2, ids=first))
     # an id may be used again if its first row is marked as initial
     again = buffer()
     for ids in (first, second, first):
-        again.extend(rows(ids, initial=True))
+        again.extend(rows(2, 2, ids=ids, is_init=torch.ones(2, 2, 1, dtype=torch.bool)))
     # an id may be used again if its episode has ended
     ended = buffer()
     for ids in (first, second, first):
-        ended.extend(rows(ids, done=[(0, 1), (1, 1)]))
+        ended.extend(rows(2, 2, ids=ids, episode=2))
 
 
 def event_buffer(**storage):
-    tables = make_tables()
-    sampler = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5}, min_size=1)
-    storage = LazyTensorStorage(CAPACITY, **storage)
-    return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), sampler=sampler, batch_size=2)
+    sampler = event_sampler(CAPACITY, ("next", "terminated"), HISTORY)
+    return buffer_with(sampler, CAPACITY, storage=LazyTensorStorage(CAPACITY, **storage), batch_size=2)
 
 
 def test_tables_must_be_there_before_they_are_shared():
@@ -300,19 +274,19 @@ def test_only_the_learner_makes_the_state():
     with pytest.raises(
         RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\), because the learner would not see it"
     ):
-        buffer.extend(rows([[0, 0], [1, 1]]))
+        buffer.extend(rows(2, 2, ids=[[0, 0], [1, 1]]))
 
 
 def test_emptied_by_another_process():
     buffer = event_buffer()
-    buffer.extend(rows([0, 0, 0]))
+    buffer.extend(rows(3, ids=[0] * 3))
     buffer.share()
     # the tables and the cursor are shared, but the writer's list of open episodes is not
     process = torch.multiprocessing.get_context("spawn").Process(target=TensorDictReplayBuffer.empty, args=(buffer,))
     process.start()
     process.join(120)
     assert process.exitcode == 0 and len(buffer) == 0
-    buffer.extend(rows([0, 0], done=[1]))
+    buffer.extend(rows(2, ids=[0] * 2, done=[1]))
     assert buffer.writer.tables["end"].index().tolist() == [0, 1]
 
 
@@ -323,7 +297,7 @@ def test_conditions_remember_what_another_process_wrote():
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=EventTableWriter(tables), batch_size=2)
 
     def data(*x):
-        return TensorDict({"x": torch.tensor(x), "next": {"done": torch.zeros(len(x), 1, dtype=torch.bool)}}, [len(x)])
+        return rows(len(x), x=torch.tensor(x))
 
     buffer.extend(data(1))
     buffer.share()

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
@@ -16,6 +15,7 @@ from recipes.common.collector import VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.replay import end_last_episodes
 from recipes.common.replayable_env import ReplayableEnv
+from tests import data
 from tests.recipes.runs import (
     Composer,
     command,
@@ -95,20 +95,10 @@ def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
 @pytest.mark.parametrize("written", [3, 5])
 def test_cut_off_episode_ends_as_truncated(written):
     replay = TensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=1)
-    flags = {key: torch.zeros(written, 1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
-    steps = torch.arange(float(written)).unsqueeze(1)
-    replay.extend(
-        TensorDict(
-            observation=steps,
-            action=torch.zeros(written, dtype=torch.int64),
-            collector={"traj_ids": torch.zeros(written, dtype=torch.int64)},
-            next={"observation": steps + 1, "reward": steps, **flags},
-            batch_size=[written],
-        )
-    )
+    replay.extend(data.rows(written, ids=[0] * written))
     end_last_episodes(replay, 1, [0])
     newest = replay[written % 4]
-    assert newest["observation"].item() == newest["next", "reward"].item() == written - 1
+    assert newest["number"] == newest["observation"] == written - 1
     assert newest["next", "done"] and newest["next", "truncated"] and not newest["next", "terminated"]
     assert replay[:]["next", "done"].sum() == 1
     end_last_episodes(replay, 1, [0])  # it has ended: nothing more to write

@@ -8,39 +8,18 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import QValueActor
 
 from recipes import dqn, r2d2
 from recipes.common.recurrent import RecurrentNetwork
-from tests.recipes.runs import composed
+from tests.data import learnable
+from tests.recipes.runs import Replay, composed
 
 B = 6
 WEIGHTS = torch.tensor([0.1, 1.0, 0.4, 0.7, 0.05, 0.3])
 TABLES = torch.tensor([0, 0, 0, 1, 1, 2])
 CPU = torch.device("cpu")
-
-
-class OneBatch:
-    """A buffer that always returns the same batch."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def sample(self):
-        return self.batch.clone()
-
-    def update_tensordict_priority(self, batch):
-        pass
-
-
-def transitions(action, shape=(B,)):
-    torch.manual_seed(1)
-    no = torch.zeros(*shape, 1, dtype=torch.bool)
-    following = {"observation": torch.randn(*shape, 3), "reward": torch.randn(*shape, 1)}
-    following |= {"done": no, "terminated": no.clone(), "truncated": no.clone()}
-    return TensorDict({"observation": torch.randn(*shape, 3), "action": action, "next": following}, list(shape))
 
 
 class DQN:
@@ -55,8 +34,8 @@ class DQN:
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss_module, target = dqn.make_loss(config.dqn, actor)
         self.optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True)
-        batch = transitions(torch.arange(B) % 2).update({"table": TABLES, "priority_weight": batch_weights})
-        self.update = dqn.make_update(config, OneBatch(batch), loss_module, target, self.optimizer, config.dqn.cagrad)
+        batch = learnable(B, observation=3, done=0.0).update({"table": TABLES, "priority_weight": batch_weights})
+        self.update = dqn.make_update(config, Replay(batch), loss_module, target, self.optimizer, config.dqn.cagrad)
 
     def loss(self):
         torch.manual_seed(2)
@@ -85,12 +64,12 @@ class R2D2(DQN):
         network = RecurrentNetwork(3, 2, 8, [8], CPU)
         target = deepcopy(network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-        batch = transitions(torch.arange(8).reshape(2, 4) % 2, (2, 4))
+        batch = learnable(8, observation=3, done=0.0).reshape(2, 4)
         batch["validity_mask"] = torch.ones(2, 4, dtype=torch.bool)
         batch["recurrent_state"] = torch.zeros(2, 4, 2, 8)
         # the weights of burn-in have no effect
         batch["priority_weight"] = torch.cat([torch.full((2, 1), 9.0), batch_weights.reshape(2, 3)], 1)
-        self.update = r2d2.make_update(config, OneBatch(batch), network, target, self.optimizer)
+        self.update = r2d2.make_update(config, Replay(batch), network, target, self.optimizer)
 
 
 @pytest.mark.parametrize("recipe", [DQN, CAGrad, R2D2])

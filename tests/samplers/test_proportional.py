@@ -5,27 +5,23 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
 from tests.chi_square import p_value
+from tests.data import rows
 from tests.samplers.experience import Refuses, probabilities
 from torchrl_replay_ext import Anneal, ProportionalSampler
 
 buffer_of = partial(data.buffer_of, ProportionalSampler)
 
 
-def items(count):
-    return TensorDict({"observation": torch.arange(float(count))[:, None]}, [count])
-
-
 def filled(values, /, **options):
     """A full buffer in which item i was updated with ``values[i]``, by default its magnitude."""
     values = torch.as_tensor(values)
     buffer = buffer_of(len(values), **{"eps": 0.0, "td_error": "absolute", **options})
-    index = buffer.extend(items(len(values)))
+    index = buffer.extend(rows(len(values)))
     buffer.update_priority(index, values)
     return buffer
 
@@ -56,7 +52,7 @@ def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_erro
         torch.manual_seed(seed)
         buffer = filled(100 * torch.rand(8), eps=0.1, td_error=td_error)
         buffer.sampler.check_valid()
-        buffer.extend(items(2))
+        buffer.extend(rows(2))
         buffer.sampler.check_valid()
 
 
@@ -114,7 +110,7 @@ def test_items_without_priority_are_never_drawn(stratified):
 
 def test_one_item():
     buffer = buffer_of(1)
-    buffer.extend(items(1))
+    buffer.extend(rows(1))
     batch = buffer.sample(5)
     assert batch["index"].tolist() == [0] * 5
     assert batch["priority_weight"].tolist() == [1.0] * 5
@@ -196,8 +192,8 @@ def test_annealed_alpha_holds_for_what_was_updated_since():
 
 def test_writing_does_not_anneal():
     buffer = buffer_of(4, beta=Anneal(0.2, 1.0, 4))
-    buffer.extend(items(2))
-    buffer.add(items(1)[0])
+    buffer.extend(rows(2))
+    buffer.add(rows(1)[0])
     assert float(buffer.sampler.beta) == pytest.approx(0.2)
 
 
@@ -207,7 +203,7 @@ def test_writing_does_not_anneal():
 def test_a_fresh_sampler_can_be_pickled():
     sampler = pickle.loads(pickle.dumps(ProportionalSampler(8, alpha=0.3)))
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
-    buffer.extend(items(3))
+    buffer.extend(rows(3))
     assert float(sampler.alpha) == pytest.approx(0.3)
     assert buffer.sample(4)["index"].max() < 3
 
@@ -217,7 +213,7 @@ def test_a_fresh_sampler_can_be_pickled():
 
 def test_without_a_generator_the_global_one_is_used():
     buffer = buffer_of(32)
-    buffer.extend(items(32))
+    buffer.extend(rows(32))
     drawn = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -240,7 +236,7 @@ def test_a_td_error_or_an_alpha_beyond_the_range_of_the_sums():
 @pytest.mark.parametrize("weight_norm", ["buffer", "batch"])
 def test_the_sums_of_a_joint_draw_have_the_smallest_mass_only_if_weights_need_it(weight_norm):
     buffer = data.buffer_of(ProportionalSampler, 20, batch_size=4, weight_norm=weight_norm)
-    buffer.extend(data.rows(5))
+    buffer.extend(rows(5))
     sums = buffer.sampler.sums(buffer.storage)
     assert float(sums.mass) > 0
     assert (sums.smallest is None) == (weight_norm == "batch")

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from scipy import stats
-from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.data import buffer_with
+from tests.data import buffer_with, rows
 from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import Anneal, RankBasedSampler
 from torchrl_replay_ext.functional import rank_probabilities
@@ -17,10 +16,6 @@ from torchrl_replay_ext.functional import rank_probabilities
 def buffer(capacity: int, ndim: int = 1, **arguments) -> TensorDictReplayBuffer:
     arguments = {"td_error": "absolute", **arguments}
     return buffer_with(RankBasedSampler(capacity, **arguments), capacity, ndim=ndim)
-
-
-def rows(count: int) -> TensorDict:
-    return TensorDict({"obs": torch.arange(count)}, [count])
 
 
 def filled(td_error: torch.Tensor, **arguments) -> TensorDictReplayBuffer:

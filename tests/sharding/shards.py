@@ -4,10 +4,10 @@ import copy
 from functools import partial
 
 import torch
-from tensordict import TensorDict
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.chi_square import p_value
+from tests.data import rows
 from tests.sharding.local_calls import LocalCalls
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -63,22 +63,19 @@ PARTS = {
 }
 
 
-def transitions(first, steps, *, seed=0, length=7):
+def transitions(first, steps, *, seed=0):
     """`steps` steps of STREAMS environments that alternate. Row i has the number `first` + i."""
     count = steps * STREAMS
     number = torch.arange(first, first + count)
     step, stream = number // STREAMS, number % STREAMS
     # episodes of different lengths
-    done = (step % (length + stream) == length + stream - 1).unsqueeze(1)
-    rng = torch.Generator().manual_seed(seed)
-    return TensorDict(
-        {
-            "number": number,
-            "value": torch.rand(count, generator=rng),
-            "collector": {"traj_ids": step // (length + stream) * STREAMS + stream},
-            "next": {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)},
-        },
-        [count],
+    length = 7 + stream
+    return rows(
+        count,
+        first=first,
+        done=(step % length == length - 1).nonzero().squeeze(1).tolist(),
+        ids=step // length * STREAMS + stream,
+        value=torch.rand(count, generator=torch.Generator().manual_seed(seed)),
     )
 
 
