@@ -112,14 +112,6 @@ class TreeAgainstList(RuleBasedStateMachine):
     def continue_with_a_copy(self):
         self.tree = copy.deepcopy(self.tree)
 
-    @rule(data=st.data())
-    def refuse_bad_input(self, data):
-        index = [data.draw(st.integers(0, len(self.masses) - 1)), data.draw(st.sampled_from([-1, len(self.masses)]))]
-        with pytest.raises(ValueError, match="index"):
-            self.tree.update(torch.tensor(index), torch.ones(2))
-        with pytest.raises(ValueError, match="priorit"):
-            self.tree.update(torch.tensor(index[:1] * 2), torch.tensor([1.0, -1.0]))
-
     @precondition(lambda self: sum(self.masses) > 0)
     @rule(data=st.data())
     def find(self, data):
@@ -252,18 +244,6 @@ def test_update_refuses_and_changes_nothing(index, priority, named):
     with pytest.raises(ValueError, match=rf"SumTree\.update: .*{named}"):
         tree.update(index, priority)
     assert_same_tree(tree, [2 * UNIT] * 5, track_min=True)
-
-
-@pytest.mark.parametrize("stratified", [False, True])
-def test_all_zero_cannot_be_sampled(stratified):
-    tree = SumTree(10)
-    with pytest.raises(RuntimeError, match="all priorities are 0"):
-        tree.sample(4, stratified=stratified)
-    tree.update(torch.arange(10), torch.ones(10))
-    tree.clear_()
-    with pytest.raises(RuntimeError, match="all priorities are 0"):
-        tree.sample(4, stratified=stratified)
-    assert tree.probability(torch.arange(10)).tolist() == [0.0] * 10
 
 
 @pytest.mark.parametrize("change", ["leaf", "negative", "minimum"])
