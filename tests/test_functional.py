@@ -1,4 +1,3 @@
-import math
 import random
 
 import pytest
@@ -6,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference import NaiveReaPER
 from torchrl_replay_ext.functional import importance_weights, reliability
 from torchrl_replay_ext.indices import is_last_occurrence
 
@@ -56,22 +56,6 @@ def test_an_index_need_not_be_contiguous():
 # --- reliability
 
 
-def naive_reliability(td_error, episode, finished, largest=None):
-    """Eq. 16 for each transition, with F of Eq. 17 or ``largest``."""
-    sums: dict[int, float] = {}
-    for delta, e in zip(td_error, episode, strict=True):
-        sums[e] = sums.get(e, 0.0) + delta
-    largest = max(sums.values()) if largest is None else largest
-    result = []
-    for t, e in enumerate(episode):
-        behind = math.fsum(td_error[i] for i in range(t + 1, len(episode)) if episode[i] == e)
-        if finished[t]:
-            result.append(1 - behind / sums[e] if sums[e] else 1.0)
-        else:
-            result.append((sums[e] - behind) / largest)
-    return result
-
-
 def test_reliability_by_hand():
     """Episode 7, finished: delta = 1, 2, 1, 4, sum 8, so R = 1 - 7/8, 1 - 5/8, 1 - 4/8, 1.
 
@@ -109,7 +93,12 @@ def test_reliability_against_a_loop(seed, size, episodes):
     if not any(td_error):
         td_error[0] = 1.0
     result = reliability(torch.tensor(td_error, dtype=torch.float64), torch.tensor(episode), torch.tensor(finished))
-    expected = torch.tensor(naive_reliability(td_error, episode, finished), dtype=torch.float64)
+    naive = NaiveReaPER(eps=0.0, td_error="absolute")
+    for t, e in enumerate(episode):
+        naive.write(t, e, terminated=ended[e])
+    naive.update(range(size), td_error)
+    reliabilities = naive.reliabilities()
+    expected = torch.tensor([reliabilities[t] for t in range(size)], dtype=torch.float64)
     # 1 - later / sum and prefix / sum round differently; running sums over all episodes add errors of 1e-16 of the
     # total sum
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
