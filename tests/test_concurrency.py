@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
 import pytest
 import torch
 
-from tests.test_faults import CAPACITY, SAMPLERS, filled, rows
+from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
 
 SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
 SHARED = ["tables, reaper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
@@ -66,6 +67,32 @@ def test_threads_that_call_the_buffer(name, seconds):
     buffer = filled(name)
     in_threads(*((use_buffer, buffer, seconds / 2, first) for first in (1000, 10**6)))
     buffer.sampler.check_valid()
+
+
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
+def test_writes_and_updates_while_batches_are_drawn_ahead(name):
+    buffer, number = make(name, batch_size=8, prefetch=3), CAPACITY
+    buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
+    end = time.monotonic() + 0.5
+
+    def write():
+        nonlocal number
+        while time.monotonic() < end:
+            buffer.extend(rows(range(number, number + 3), done=[number + 2] if random.random() < 0.3 else []))
+            number += 3
+
+    def learn():
+        while time.monotonic() < end:
+            batch = buffer.sample()
+            assert whole(batch)
+            batch["td_error"] = torch.rand(8)
+            buffer.update_tensordict_priority(batch)
+
+    in_threads((write,), (learn,), (learn,))
+    buffer.synchronize()
+    buffer.sampler.check_valid()
+    stored = buffer.storage[:]["next", "number"].sort().values.tolist()
+    assert stored == list(range(number - CAPACITY, number))
 
 
 @pytest.mark.parametrize("seconds", SECONDS)

@@ -1,11 +1,8 @@
-"""Faults while a buffer is used: wrong data, late updates, threads, and processes that are killed during a write."""
+"""Faults while a buffer is used: wrong data, late updates, and processes that are killed during a write."""
 
 import contextlib
 import os
-import random
 import signal
-import threading
-import time
 from functools import partial
 
 import pytest
@@ -246,42 +243,3 @@ def test_a_process_that_is_killed_as_it_writes(name):
     # the killed process held the lock; share() makes a new one, as the README says
     buffer.share()
     go_on(buffer)
-
-
-# --- threads
-
-
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
-def test_writes_and_updates_while_batches_are_drawn_ahead(name):
-    buffer = make(name, batch_size=8, prefetch=3)
-    buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
-    until, failures, written = time.monotonic() + 0.5, [], [CAPACITY]
-
-    def write():
-        first = written[0]
-        written[0] += 3
-        buffer.extend(rows(range(first, first + 3), done=[first + 2] if random.random() < 0.3 else []))
-
-    def learn():
-        batch = buffer.sample()
-        assert whole(batch)
-        batch["td_error"] = torch.rand(8)
-        buffer.update_tensordict_priority(batch)
-
-    def repeat(what):
-        try:
-            while time.monotonic() < until and not failures:
-                what()
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=repeat, args=(what,)) for what in (write, learn, learn)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures and not any(thread.is_alive() for thread in threads)
-    buffer.synchronize()
-    buffer.sampler.check_valid()
-    stored = buffer.storage[:]["next", "number"].sort().values.tolist()
-    assert stored == list(range(written[0] - CAPACITY, written[0]))
