@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from tests.data import buffer_with, rows
 from tests.operations import Driven
-from tests.samplers.experience import assert_priorities
-from torchrl_replay_ext import ProportionalSampler
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -28,11 +25,3 @@ def test_the_largest_priority_falls_when_it_is_overwritten_only_with_max_priorit
     used.extend(4)
     used.check()
     assert used.sampler.stats()["max_priority"] == 1
-
-
-def test_without_it_the_largest_priority_ever_seen_stays():
-    buffer = buffer_with(ProportionalSampler(4, eps=0.0, td_error="absolute"), 4)
-    buffer.extend(rows(4))
-    buffer.update_priority(torch.arange(4), torch.tensor([1e4, 1.0, 1.0, 1.0]))
-    buffer.extend(rows(2))
-    assert_priorities(buffer, torch.tensor([1e4, 1e4, 1.0, 1.0]), buffer.sampler.alpha)
