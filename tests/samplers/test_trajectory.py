@@ -16,9 +16,6 @@ from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, a
 from torchrl_replay_ext import (
     Anneal,
     DecoupledSampler,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
@@ -126,14 +123,6 @@ def proportional(**arguments):
     return ProportionalSampler(20, alpha=1.0, eps=0.0, td_error="absolute", **arguments)
 
 
-def buffer_with_short_episodes(make=buffer_of):
-    """A buffer whose batches have padded rows."""
-    torch.manual_seed(0)
-    buffer = make(anchors=proportional(), slices=8)
-    buffer.extend(rows(12, done=[2, 6]))
-    return buffer
-
-
 @pytest.mark.parametrize("step", [slice(None), 3], ids=["all steps", "one step"])
 def test_td_errors_may_have_the_shape_of_the_slices(step):
     torch.manual_seed(0)
@@ -150,7 +139,8 @@ def test_td_errors_may_have_the_shape_of_the_slices(step):
 
 
 def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
-    buffer = buffer_with_short_episodes()
+    buffer = buffer_of(anchors=proportional(), slices=8)
+    buffer.extend(rows(12, done=[2, 6]))
     batch = buffer.sample()
     mask = batch["collector", "mask"]
     wrong = int(mask.nonzero()[-1])
@@ -224,10 +214,7 @@ def test_uniform_anchors_take_no_priorities():
 
 
 def test_inside_a_decoupled_sampler():
-    from tensordict.nn import TensorDictModule
-
-    policy = TensorDictModule(torch.nn.Linear(2, 2), in_keys=["logits"], out_keys=["action"])
-    sampler = DecoupledSampler(TrajectoryRetraceSampler(20, slice_len=4), policy)
+    sampler = DecoupledSampler(TrajectoryRetraceSampler(20, slice_len=4), data.linear_policy(1, 2))
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
     actor = sampler.actor_buffer(buffer)
     buffer.extend(rows(20, done=[9], action=torch.randn(20, 2)))
@@ -499,10 +486,8 @@ def test_without_a_first_step_no_slice_can_begin(anchors):
 
 
 def test_pinned_tables_are_refused():
-    tables = EventTables([EventSpec("end", ("next", "done"), 3)], {"end": 6, "default": 14}, retention="pinned")
-    anchors = EventTableSampler(tables, eta={"default": 0.5, "end": 0.5})
     with pytest.raises(ValueError, match="retention='ring'"):
-        TrajectoryRetraceSampler(20, slice_len=2, anchors=anchors)
+        TrajectoryRetraceSampler(20, slice_len=2, anchors=data.event_sampler(6, default=14))
 
 
 @pytest.mark.parametrize("batch_size", [0, 3, 6])
