@@ -210,18 +210,11 @@ def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
 # --- bad input
 
 
-@pytest.mark.parametrize("missing", ["done", "terminated"])
-def test_missing_done_flags(missing):
-    buffer = buffer_of(5, truncated="ongoing")
-    data = transitions(episode(0, 2)).exclude(("next", missing))
-    with pytest.raises(KeyError, match=missing):
-        buffer.extend(data)
-
-
-def test_missing_trajectory_ids():
-    buffer = buffer_of(5, num_streams=2)
-    with pytest.raises((KeyError, ValueError), match="traj_ids"):
-        buffer.extend(transitions(episode(0, 2), with_ids=False))
+@pytest.mark.parametrize("missing", [("next", "done"), ("next", "terminated"), ("collector", "traj_ids")])
+def test_missing_entries_are_named(missing):
+    buffer = buffer_of(5, truncated="ongoing", num_streams=2)
+    with pytest.raises(KeyError, match=missing[1]):
+        buffer.extend(transitions(episode(0, 2)).exclude(missing))
 
 
 def test_other_keys():
