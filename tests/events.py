@@ -58,6 +58,12 @@ class NaiveTables:
         if ended:
             del self.episodes[stream]
 
+    def extend(self, data):
+        """Write transitions whose streams are their trajectories, with the events in ``data["next"]``."""
+        for row in data:
+            events = {key: bool(value) for key, value in row["next"].items()}
+            self.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
+
     def stored(self):
         return set(self.default).union(*self.tables.values())
 

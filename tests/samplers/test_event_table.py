@@ -399,9 +399,7 @@ def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(
     rb = buffer_with(sampler, 105, batch_size=200)
     naive, data = NaiveTables(specs, capacity), scripted(900, streams=3, p_event=0.06, seed=5)
     for first in range(0, 900, 7):
-        for row in data[first : first + 7]:
-            events = {key: bool(value) for key, value in row["next"].items()}
-            naive.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
+        naive.extend(data[first : first + 7])
         rb.extend(data[first : first + 7].clone())
         if first % 70 or not min(tables.sizes().values()):
             continue
