@@ -7,7 +7,7 @@ from scipy import stats
 from tests.data import buffer_with, event_sampler, linear_policy, random_rows
 from tests.operations import CASES, Driven
 from tests.params import slow_but
-from tests.sharding.shards import PARTS, fill, set_priorities, sharded, whole
+from tests.sharding.shards import PARTS, filled_pair
 from torchrl_replay_ext import DecoupledSampler, ProportionalSampler
 
 ROWS, DRAWS = 4, 400
@@ -107,10 +107,7 @@ def by_score(batch):
 
 @pytest.mark.parametrize("name", slow_but(["stratified", "event tables, mixture", "slices, priorities"], PARTS))
 def test_nor_does_it_in_joint_draws(name):
-    one, many = whole(name), sharded(name, 3)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
+    _, many = filled_pair(name, 3)
     unit = 4 if name.startswith("slices") else 1
 
     def draw():

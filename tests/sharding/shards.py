@@ -130,6 +130,15 @@ def set_priorities(one, many, td_error=td_errors):
     many.sample()
 
 
+def filled_pair(name, num_shards):
+    """One buffer and a sharded one with the same transitions and priorities."""
+    one, many = whole(name), sharded(name, num_shards)
+    fill(one)
+    fill(many)
+    set_priorities(one, many)
+    return one, many
+
+
 def probability_of_rows(one):
     """Probability of each row to be drawn by one buffer with all transitions, by its number."""
     slots = written_slots(one)

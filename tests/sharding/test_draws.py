@@ -14,6 +14,7 @@ from tests.sharding.shards import (
     agreement,
     draw,
     fill,
+    filled_pair,
     learn,
     probability_of_rows,
     require_own_priorities,
@@ -30,10 +31,7 @@ from torchrl_replay_ext.sharding.shard import Report
 @pytest.mark.parametrize("num_shards", slow_but([3], [1, 2, 3, 5]))
 @pytest.mark.parametrize("name", PARTS)
 def test_rows_have_the_probabilities_of_one_buffer(name, num_shards):
-    one, many = whole(name), sharded(name, num_shards)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
+    one, many = filled_pair(name, num_shards)
     numbers, _ = draw(many, unit=4 if name.startswith("slices") else 1)
     assert agreement(numbers, probability_of_rows(one)) > 1e-4
 
@@ -57,10 +55,7 @@ def test_draws_from_shards_equally_are_found_out(monkeypatch):
 )
 def test_weights_are_those_of_one_buffer(name, num_shards):
     """(P(i) / smallest P)^-beta; the smallest P of the buffer, or with weight_norm="batch" of the batch."""
-    one, many = whole(name), sharded(name, num_shards)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
+    one, many = filled_pair(name, num_shards)
     probability = probability_of_rows(one)
     of_buffer = name in ("proportional", "stratified", "reaper, ongoing", "slices, priorities")
     for _ in range(5):
@@ -74,10 +69,7 @@ def test_weights_are_those_of_one_buffer(name, num_shards):
 @pytest.mark.parametrize("name", ["event tables, priorities", "event tables, pinned"])
 def test_weights_of_priorities_inside_tables(name):
     """(1 / (n q(i)))^beta for a table of n transitions with probabilities q, divided by the largest of the batch."""
-    one, many = whole(name), sharded(name, 3)
-    fill(one)
-    fill(many)
-    set_priorities(one, many)
+    one, many = filled_pair(name, 3)
     d = (td_errors(torch.arange(STREAMS * 40)).double().sqrt() + 1e-6) ** 0.6
     tables = one.writer.tables
     batch = many.sample()
