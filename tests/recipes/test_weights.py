@@ -1,7 +1,7 @@
 """The option weights: how a loss averages the weighted losses l_i of its rows.
 
 "mean" is Σ w_i l_i / B, as in Algorithm 1 of PER and Algorithms 1 and 2 of ReaPER, up to their constant factor B.
-"normalized" is Σ w_i l_i / Σ w_i, as TorchRL's losses compute it.
+"normalized" is Σ w_i l_i / Σ w_i, as TorchRL's losses compute it. TD3 and SAC weight the losses of their critics only.
 """
 
 from copy import deepcopy
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torchrl.modules import QValueActor
+from torchrl.objectives import SoftUpdate
 
-from recipes import dqn, r2d2
+from recipes import dqn, r2d2, sac, td3
 from recipes.common.recurrent import RecurrentNetwork
 from tests.data import learnable
 from tests.recipes.runs import Replay, composed
@@ -85,3 +86,42 @@ def test_losses_average_their_rows_as_weights_says(recipe):
         whole = recipe(WEIGHTS, weights)
         torch.testing.assert_close(whole.loss(), (WEIGHTS * losses).sum() / divisor)
         torch.testing.assert_close(whole.gradient(), WEIGHTS @ gradients / divisor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("recipe", "td_error"), [(td3, torch.square), (sac, torch.abs)])
+def test_weights_are_for_the_critics_whose_larger_td_error_is_returned(recipe, td_error):
+    name = recipe.__name__.split(".")[-1]
+    config = composed(name, f"{name}.hidden_sizes=[16, 16]", *["td3.policy_delay=1"] * (recipe is td3))
+    for key in vars(config.learning):
+        if key.endswith("learning_rate"):
+            setattr(config.learning, key, 0.0)
+    torch.manual_seed(0)
+    _, loss_module = recipe.make_loss(config.learning, 3, 2, CPU)
+    target = SoftUpdate(loss_module, tau=0.5)
+    data = learnable(5, observation=3, action=2, done=1.0)  # then the targets are the rewards
+    values = []
+    for parameters in loss_module.qvalue_network_params.data.unbind(0):
+        with parameters.to_module(loss_module.qvalue_network):
+            values.append(loss_module.qvalue_network(data.clone())["state_action_value"])
+    error = (data["next", "reward"] - torch.stack(values)).squeeze(2)
+
+    results = []
+    for weight in (torch.ones(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
+        torch.manual_seed(1)
+        replay = Replay(data.clone().set("priority_weight", weight))
+        optimizers = recipe.make_optimizers(config.learning, loss_module)
+        update = recipe.make_update(config, replay, loss_module, target, optimizers)
+        results.append({key: value.squeeze(0) for key, value in update(None).items()})
+        (sample,) = replay.returned
+        assert not sample["td_error"].requires_grad
+        torch.testing.assert_close(sample["td_error"], td_error(error).amax(0))
+    even, one = results
+    torch.testing.assert_close(even["loss_qvalue"], error.square().sum(0).mean())
+    torch.testing.assert_close(one["loss_qvalue"], error[:, 2].square().sum())
+    for key in {"loss_actor", *even} - {"loss_qvalue"}:
+        assert torch.equal(one[key], even[key])
+    with torch.no_grad():
+        torch.manual_seed(1)
+        whole = loss_module(data.clone())  # without weights: all of TorchRL's own
+    for key in {"loss_actor", "loss_qvalue", *even}:
+        torch.testing.assert_close(whole[key], even[key])
