@@ -55,11 +55,8 @@ def test_runs_make_a_png_and_an_svg(tmp_path, monkeypatch, capsys):
         (["run", "--out", "figure.pdf"], "figures are written as .png and .svg"),
     ],
 )
-def test_bad_command_lines_are_explained(words, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plot", *words])
-    with pytest.raises(SystemExit) as exit_:
-        plot.main()
-    assert exit_.value.code == 2 and message in capsys.readouterr().err
+def test_bad_command_lines_are_explained(words, message, plot_refuses):
+    assert message in plot_refuses(*words)
 
 
 def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, monkeypatch, capsys):
@@ -104,12 +101,8 @@ def test_labels_are_words(name, text):
     assert figures.label(name) == text
 
 
-def test_directory_without_progress_is_a_clear_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
-    with pytest.raises(SystemExit) as exit_:
-        plot.main()
-    assert exit_.value.code == 2
-    errors = capsys.readouterr().err
+def test_directory_without_progress_is_a_clear_error(tmp_path, plot_refuses):
+    errors = plot_refuses(str(tmp_path))
     assert str(tmp_path) in errors and errors.count("\n") == 1
     empty = write_run(tmp_path / "empty", [])
     with pytest.raises(ConfigError, match="no rows"):
@@ -219,12 +212,8 @@ def test_intervals_of_equal_or_single_values_have_no_width():
         ("progress.csv", b"env_steps\xff\xfe\r\n1\r\n", "progress.csv: not a CSV: "),
     ],
 )
-def test_damaged_files_are_named_in_one_line(tmp_path, monkeypatch, capsys, name, content, message):
+def test_damaged_files_are_named_in_one_line(tmp_path, plot_refuses, name, content, message):
     run = write_run(tmp_path / "run", [1.0])
     (run / name).write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["plot", str(run), "--out", str(tmp_path / "figure")])
-    with pytest.raises(SystemExit) as ended:
-        plot.main()
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+    error = plot_refuses(str(run), "--out", str(tmp_path / "figure"))
     assert message in error and error.count("\n") == 1
