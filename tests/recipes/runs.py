@@ -169,5 +169,11 @@ def command(recipe, *words, **options):
     )
 
 
+def processes(session):
+    """The command lines of the processes of a session."""
+    found = subprocess.run(["ps", "-ww", "-o", "args=", "-s", str(session)], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if "<defunct>" not in line]
+
+
 def needs(module):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")

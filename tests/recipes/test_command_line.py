@@ -17,7 +17,7 @@ from recipes.common.options import choices_of, environments
 from recipes.common.run import save_config
 from recipes.common.schemas import SCHEMAS
 from recipes.experiments import cliffwalk
-from tests.recipes.runs import ROOT, command, tiny
+from tests.recipes.runs import ROOT, command, processes, tiny
 
 FUNCTIONS = {"study": "run_study"}
 
@@ -94,6 +94,7 @@ MISTAKES = {
     "dqn env=threerooms +env.events.done.function=land": "choose land_between_flags, land_near_middle",
     "dqn env=threerooms +env.events.done.quantile=1.0": "must be in (0, 1)",
     "sac env=hopper +env.events.x={above:9,novel:1,history:1,eta:.1}": "needs null for the others of above, quantile",
+    "sac env=halfcheetah sampler=sset sac.n_step=2": "of env.events depends on the reward or",
     "dqn env=threerooms +env.events.done.resolution=1": "needs novel=1",
     "dqn env=tworooms sampler=sset env.events.done.history=50000": "history=50000, more than the",
     "dqn env=threerooms sampler=sset_per sampler.priority=per": "priority=per: must be a group",
@@ -253,12 +254,6 @@ def test_running_out_of_memory_is_told_from_other_errors():
         np.empty(2**58)
     assert is_out_of_memory(torchs.value) and is_out_of_memory(numpys.value)
     assert not is_out_of_memory(RuntimeError("shapes differ"))
-
-
-def processes(session):
-    """The command lines of the processes of a session."""
-    found = subprocess.run(["ps", "-ww", "-o", "args=", "-s", str(session)], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if "<defunct>" not in line]
 
 
 @pytest.mark.slow

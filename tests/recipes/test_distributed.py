@@ -4,7 +4,6 @@ import importlib.util
 import math
 import os
 import signal
-import subprocess
 import time
 
 import pytest
@@ -16,7 +15,7 @@ from recipes.common import evaluation, remote
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.remote import TRAJECTORY, stored_rows
-from tests.recipes.runs import Composer, checkpoint, command, needs, rows, tiny
+from tests.recipes.runs import Composer, checkpoint, command, needs, processes, rows, tiny
 
 composer = Composer("distributed", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
@@ -162,11 +161,6 @@ def test_too_few_cpus(monkeypatch):
     assert ended
 
 
-def processes_of(session):
-    found = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(session)], capture_output=True, text=True)
-    return found.stdout.strip()
-
-
 @pytest.mark.slow
 @needs("ray")
 @pytest.mark.parametrize("sampler", ["reaper"])
@@ -184,4 +178,4 @@ def test_command_line(tmp_path, sampler):
     assert out.startswith("interrupted at step ")
     assert "Traceback" not in errors
     assert (run_dir / "checkpoint.zip").is_file()
-    assert not processes_of(running.pid)
+    assert not processes(running.pid)

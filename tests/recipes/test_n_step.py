@@ -146,10 +146,3 @@ def test_targets_are_those_of_n_steps():
     expected = batch["next", "reward"].flatten() + 0.9 ** batch["steps_to_next_obs"] * ~ended * value
     error = expected - q.gather(1, batch["action"].unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(batch["td_error"].flatten(), error.square())
-
-
-def test_events_of_one_step_are_refused(tmp_path):
-    composer = Composer("sac", tiny("sac"))
-    words = ["env=halfcheetah", "sampler=sset", "sac.n_step=2"]
-    with pytest.raises(Exception, match=r"sac\.n_step=2: .* of env\.events depends on the reward or"):
-        sac.train(composer.configuration(*words), tmp_path)
