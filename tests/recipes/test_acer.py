@@ -12,28 +12,22 @@ from recipes.common.cli import DONE
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
 from recipes.common.networks import OBSERVED
+from tests.recipes.countdown import Countdown
 from tests.recipes.runs import RECIPES, rows
 
 _, recipe = RECIPES["acer"]
 DISCRETE, CONTINUOUS = "env=cartpole", "env=pendulum"
 
 
-class FromOne(gymnasium.Env):
-    """Episodes of 5 steps, with the actions 1 and 2."""
+class FromOne(Countdown):
+    """Has the actions 1 and 2."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2, start=1)
     received: ClassVar[set[int]] = set()
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(2, np.float32), {}
-
     def step(self, action):
         self.received.add(int(action))
-        self.steps += 1
-        return np.zeros(2, np.float32), 1.0, False, self.steps == 5, {}
+        return super().step(action)
 
 
 @pytest.mark.parametrize("name", ["acer", "dqn"])

@@ -34,44 +34,40 @@ def make(game="breakout", training=True, **changes):
     return make_atari(preset(game)["id"], AtariConfig(**changes), {}, training=training)
 
 
-class Script:
-    """A game of three lives that takes what a test says: lives after each step."""
+class ScriptedGame(gymnasium.Env):
+    """A game of three lives, of which as many are left after each step as a test says in ``after``."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, meanings=("NOOP", "FIRE")):
         self.meanings, self.left, self.after = meanings, 3, []
+        self.ale, self.resets, self.actions = self, 0, []
 
     def lives(self):
         return self.left
 
-
-class ScriptedGame(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, ale):
-        self.ale, self.resets, self.actions = ale, 0, []
-
     def get_action_meanings(self):
-        return list(self.ale.meanings)
+        return list(self.meanings)
 
     def reset(self, *, seed=None, options=None):
         self.resets += 1
-        self.ale.left = 3
+        self.left = 3
         return np.zeros(1, np.uint8), {}
 
     def step(self, action):
         self.actions.append(action)
-        if self.ale.after:
-            self.ale.left = self.ale.after.pop(0)
-        return np.ones(1, np.uint8), 1.0, self.ale.left == 0, False, {}
+        if self.after:
+            self.left = self.after.pop(0)
+        return np.ones(1, np.uint8), 1.0, self.left == 0, False, {}
 
 
 class TestLives:
     def test_an_episode_is_a_life_and_the_game_goes_on(self):
-        game = ScriptedGame(Script(("NOOP", "RIGHT")))
+        game = ScriptedGame(("NOOP", "RIGHT"))
         env = Lives(game, episodic=True, fire=True)
         env.reset(seed=0)
-        game.ale.after = [3, 2, 2, 1, 1, 0]
+        game.after = [3, 2, 2, 1, 1, 0]
         assert [env.step(1)[2] for _ in range(2)] == [False, True]
         env.reset()
         assert (game.resets, game.actions) == (1, [1, 1, NOOP])
@@ -82,25 +78,25 @@ class TestLives:
         assert game.resets == 2
 
     def test_a_seed_or_the_end_of_the_game_begins_a_new_one(self):
-        game = ScriptedGame(Script())
+        game = ScriptedGame()
         env = Lives(game, episodic=True, fire=False)
         env.reset(seed=0)
-        game.ale.after = [2]
+        game.after = [2]
         assert env.step(0)[2]
         env.reset(seed=1)
         assert game.resets == 2
         # the last life is lost by the no-op between two episodes
-        game.ale.after = [1, 0]
+        game.after = [1, 0]
         assert env.step(0)[2]
         env.reset()
         assert game.resets == 3
 
     @pytest.mark.parametrize("episodic", [True, False])
     def test_fire_begins_each_life(self, episodic):
-        game = ScriptedGame(Script())
+        game = ScriptedGame()
         env = Lives(game, episodic=episodic, fire=True)
         env.reset()
-        game.ale.after = [2]
+        game.after = [2]
         _, reward, terminated, _, _ = env.step(0)
         assert terminated == episodic
         if episodic:
@@ -110,13 +106,13 @@ class TestLives:
 
     def test_no_lives_left_is_not_yet_the_end(self):
         """Qbert goes on for some frames; the end is the game's own."""
-        game = ScriptedGame(Script())
+        game = ScriptedGame()
         env = Lives(game, episodic=True, fire=False)
         env.reset()
-        game.ale.left = 1
+        game.left = 1
         env.step(0)
         game.step = lambda action: (np.ones(1, np.uint8), 0.0, False, False, {})
-        game.ale.left = 0
+        game.left = 0
         assert not env.step(0)[2]
 
 

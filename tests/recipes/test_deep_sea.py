@@ -26,10 +26,11 @@ def play(env, actions):
     return steps
 
 
-def simulated(size, moves):
-    """Cells (row, column) and rewards of an episode of moves to the right (True) or the left (False)."""
+def simulated(size, right_actions, actions):
+    """Cells (row, column) and rewards of an episode."""
     cells, rewards, column = [], [], 0
-    for row, right in enumerate(moves):
+    for row, action in enumerate(actions):
+        right = action == right_actions[row, column]
         cells.append((row, column))
         found = right and (row, column) == (size - 1, size - 1)
         rewards.append((1.0 if found else 0.0) - (0.01 / size if right else 0.0))
@@ -44,11 +45,7 @@ def test_every_episode_is_that_of_a_plain_simulation(size, mapping_seed):
     returns = []
     for actions in itertools.product((0, 1), repeat=size):
         steps = play(env, actions)
-        column, moves = 0, []
-        for row, action in enumerate(actions):
-            moves.append(bool(action == env.right_actions[row, column]))
-            column = min(column + 1, size - 1) if moves[-1] else max(column - 1, 0)
-        cells, rewards = simulated(size, moves)
+        cells, rewards = simulated(size, env.right_actions, actions)
         assert [reward for _, reward, *_ in steps] == pytest.approx(rewards)
         assert [terminated for _, _, terminated, *_ in steps] == [False] * (size - 1) + [True]
         assert not any(truncated for _, _, _, truncated, _ in steps)
