@@ -143,7 +143,7 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
 # --- buffers
 
 
-def buffer_with(sampler, capacity, *, compilable=False, ndim=1, **arguments) -> Any:
+def buffer_with(sampler, capacity, *, compilable=False, ndim=1, device="cpu", **arguments) -> Any:
     """A buffer with this sampler, a matching storage, and for event tables an EventTableWriter."""
     drawn_by = getattr(sampler, "critic_sampler", sampler)
     drawn_by = getattr(drawn_by, "anchors", drawn_by)
@@ -152,7 +152,7 @@ def buffer_with(sampler, capacity, *, compilable=False, ndim=1, **arguments) -> 
     make, storage = TensorDictReplayBuffer, LazyTensorStorage
     if compilable:
         make, storage = CompilableReplayBuffer, CompilableTensorStorage
-    return make(**{"storage": storage(capacity, ndim=ndim), "sampler": sampler, **arguments})
+    return make(**{"storage": storage(capacity, ndim=ndim, device=device), "sampler": sampler, **arguments})
 
 
 def buffer_of(

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Sequence
 
-from tests.data import linear_policy
+from tests.data import SAMPLERS, buffer_with, linear_policy, random_rows
 from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
 from tests.params import slow_but
@@ -18,12 +18,9 @@ from tests.recipes.emulated_runs import RUNS
 from tests.test_compiled import Flat
 from torchrl_replay_ext import (
     AdamStep,
-    CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
     ProportionalSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -134,8 +131,7 @@ def test_a_loaded_storage_lies_on_its_own_device(device):
 def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
     policy = linear_policy(observation=3).to("emulated")
     sampler = DecoupledSampler(ProportionalSampler(40), policy, num_candidates=4, granularity=granularity)
-    storage = CompilableTensorStorage(40, device="emulated")
-    buffer = CompilableReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+    buffer = buffer_with(sampler, 40, compilable=True, device="emulated", batch_size=8)
     data = Flat().take(40)
     with torch.no_grad():
         data["observation"] = data.pop("obs").div(40)
@@ -152,26 +148,13 @@ def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"sampler": ProportionalSampler},
-        {"sampler": ReaPERSampler},
-        {"sampler": ProportionalSampler, "sample_unit": Sequence(length=4)},
-        {
-            "sampler": lambda capacity: TrajectoryRetraceSampler(
-                capacity, slice_len=4, behaviour_keys=(), anchors=ProportionalSampler(capacity)
-            )
-        },
-    ],
-    ids=["per", "reaper", "sequences", "slices"],
+    ("name", "unit"),
+    [("proportional", None), ("reaper", None), ("proportional", Sequence(length=4)), ("slices, proportional", None)],
 )
 @pytest.mark.parametrize(("stored_on", "moved_to"), [("cpu", "emulated"), ("emulated", "cpu")])
-def test_a_batch_may_be_moved_before_its_update(arguments, stored_on, moved_to, device):
-    arguments = {**arguments, "sampler": arguments["sampler"](100)}
-    storage = CompilableTensorStorage(100, device=stored_on)
-    buffer = CompilableReplayBuffer(storage=storage, batch_size=8, priority_key="td_error", **arguments)
-    done = (torch.arange(50) % 10 == 9).unsqueeze(1)
-    data = TensorDict({"x": torch.randn(50, 3), "next": {"done": done, "terminated": done}}, [50])
+def test_a_batch_may_be_moved_before_its_update(name, unit, stored_on, moved_to, device):
+    buffer = buffer_with(SAMPLERS[name](100), 100, compilable=True, device=stored_on, batch_size=8, sample_unit=unit)
+    data = random_rows(50)
     buffer.extend(data.to(stored_on))
     # newer than the batch, which is not overwritten
     batch = buffer.sample().to(moved_to)

@@ -1,18 +1,17 @@
 """How often the host waits for an accelerator, which is emulated, and what happens there to invalid input."""
 
-from functools import cache
+from functools import cache, partial
 from statistics import median
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import random_rows
+from tests.data import buffer_with, random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.params import slow_but
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
     CompilableTensorStorage,
     ProportionalSampler,
     RankBasedSampler,
@@ -23,21 +22,18 @@ from torchrl_replay_ext import (
 
 SIZE, BATCH, CHUNK = 240, 32, 8
 SAMPLERS = {
-    "proportional": lambda **choices: {"sampler": ProportionalSampler(**choices)},
-    "proportional, stratified": lambda **choices: {"sampler": ProportionalSampler(stratified=True, **choices)},
-    "rank": lambda **choices: {"sampler": RankBasedSampler(**choices)},
-    "reaper": lambda **choices: {"sampler": ReaPERSampler(**choices)},
-    "reaper, several streams": lambda **choices: {"sampler": ReaPERSampler(num_streams=3, **choices)},
-    "recency": lambda **choices: {"sampler": RecencySampler(**choices)},
-    "slices": lambda **choices: {"sampler": TrajectoryRetraceSampler(slice_len=4, **choices)},
-    "slices, several streams": lambda **choices: {
-        "sampler": TrajectoryRetraceSampler(slice_len=4, num_streams=3, **choices)
-    },
-    "slices, proportional": lambda **choices: {
-        "sampler": TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler(**choices))
-    },
+    "proportional": ProportionalSampler,
+    "proportional, stratified": partial(ProportionalSampler, stratified=True),
+    "rank": RankBasedSampler,
+    "reaper": ReaPERSampler,
+    "reaper, several streams": partial(ReaPERSampler, num_streams=3),
+    "recency": RecencySampler,
+    "slices": partial(TrajectoryRetraceSampler, slice_len=4),
+    "slices, several streams": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "slices, proportional": lambda: TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler()),
 }
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
+both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +54,12 @@ def on_device(count, first=0, ndim=1):
     return data.to("emulated")
 
 
-def stock(ndim=1, **parts):
-    storage = LazyTensorStorage(SIZE, ndim=ndim, device="emulated")
-    return TensorDictReplayBuffer(storage=storage, batch_size=BATCH, **parts)
+def make(sampler, compilable=False, ndim=1):
+    return buffer_with(sampler, SIZE, compilable=compilable, ndim=ndim, device="emulated", batch_size=BATCH)
 
 
-def compilable(ndim=1, **parts):
-    storage = CompilableTensorStorage(SIZE, ndim=ndim, device="emulated")
-    return CompilableReplayBuffer(storage=storage, batch_size=BATCH, **parts)
-
-
-def filled(make, ndim=1, **parts):
-    buffer = make(ndim, **parts)
+def filled(sampler, compilable=False, ndim=1):
+    buffer = make(sampler, compilable, ndim)
     for first in range(0, SIZE + 60, 60):
         buffer.extend(on_device(60, first, ndim))
     return buffer
@@ -78,7 +68,7 @@ def filled(make, ndim=1, **parts):
 @cache
 def waits_of_torchrl(device, ndim):
     """Those of TorchRL's uniform buffer."""
-    return waits(device, filled(stock, ndim, sampler=RandomSampler()))
+    return waits(device, filled(RandomSampler(), ndim=ndim))
 
 
 def waits(device, buffer):
@@ -99,11 +89,11 @@ def waits(device, buffer):
 
 
 @pytest.mark.parametrize("ndim", slow_but([2], [1, 2]))
-@pytest.mark.parametrize("make", [stock, compilable])
+@both_buffers
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, make, ndim, device):
+def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, compilable, ndim, device):
     """Beyond the waits of TorchRL's uniform buffer."""
-    write, cycle = waits(device, filled(make, ndim, **SAMPLERS[name]()))
+    write, cycle = waits(device, filled(SAMPLERS[name](), compilable, ndim))
     uniform = waits_of_torchrl(device, ndim)
     assert write <= uniform[0] + 2
     assert cycle <= uniform[1] + 1
@@ -111,7 +101,7 @@ def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_u
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_host_never_waits_while_a_graph_is_captured(name, device):
-    buffer = filled(compilable, **SAMPLERS[name]())
+    buffer = filled(SAMPLERS[name](), compilable=True)
     data = on_device(CHUNK, SIZE)
     device.reset()
     with device.capturing():
@@ -135,10 +125,12 @@ def invalid_updates(buffer):
 
 
 @pytest.mark.parametrize("validate", [False, True])
-@pytest.mark.parametrize("make", [stock, compilable])
+@both_buffers
 @pytest.mark.parametrize("name", ["proportional", "reaper", "rank"])
-def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_validate(name, make, validate, device):
-    buffer = filled(make, **SAMPLERS[name](validate=validate, td_error="absolute"))
+def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_validate(
+    name, compilable, validate, device
+):
+    buffer = filled(SAMPLERS[name](validate=validate, td_error="absolute"), compilable)
     before = buffer.sampler.state_dict()
     for number, (index, error, valid) in enumerate(invalid_updates(buffer), start=1):
         if name == "rank" and error[1] == WRONG["too large"]:
@@ -157,10 +149,10 @@ def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_v
     assert buffer.sample()["index"].max() < SIZE
 
 
-@pytest.mark.parametrize("make", [stock, compilable])
-def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises_with_validate(make, device):
+@both_buffers
+def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises_with_validate(compilable, device):
     for validate in (False, True):
-        buffer = filled(make, sampler=ProportionalSampler(eps=0, validate=validate))
+        buffer = filled(ProportionalSampler(eps=0, validate=validate), compilable)
         everything = torch.arange(SIZE, device="emulated")
         buffer.update_priority(everything, torch.zeros(SIZE, device="emulated"))
         if validate:
@@ -170,14 +162,14 @@ def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises
             assert buffer.sample()["priority_weight"].tolist() == [0.0] * BATCH
 
 
-@pytest.mark.parametrize("make", [stock, compilable])
+@both_buffers
 @pytest.mark.parametrize("name", ["reaper", "slices"])
-def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_validate(name, make, device):
+def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_validate(name, compilable, device):
     data = random_rows(12)
     data["next", "done"][:] = False
     data["collector", "traj_ids"] = torch.arange(12) % 4
     for validate in (False, True):
-        buffer = make(**SAMPLERS[name](num_streams=2, validate=validate))
+        buffer = make(SAMPLERS[name](num_streams=2, validate=validate), compilable)
         if validate:
             with pytest.raises(ValueError, match="num_streams=2"):
                 buffer.extend(data.to("emulated"))
@@ -188,7 +180,7 @@ def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_valid
 
 
 def test_a_write_from_the_cpu_tells_its_place_without_a_wait(device):
-    buffer = filled(stock, sampler=ProportionalSampler())
+    buffer = filled(ProportionalSampler())
     data = random_rows(CHUNK)
     device.reset()
     buffer.extend(data)
@@ -214,7 +206,7 @@ def test_a_storage_on_an_accelerator_returns_only_rows_that_were_written(ndim, d
 
 
 def test_slices_are_refused_on_an_accelerator_until_an_episode_is_long_enough(device):
-    buffer = stock(sampler=TrajectoryRetraceSampler(slice_len=4, pad=False))
+    buffer = make(TrajectoryRetraceSampler(slice_len=4, pad=False))
     buffer.extend(on_device(3))
     with pytest.raises(RuntimeError, match="no stored episode has 4 consecutive steps"):
         buffer.sample()
@@ -228,7 +220,7 @@ def test_slices_are_refused_on_an_accelerator_until_an_episode_is_long_enough(de
 def test_a_default_device_does_not_move_what_the_host_reads(device):
     torch.set_default_device("emulated")
     try:
-        write, cycle = waits(device, filled(compilable, sampler=ProportionalSampler()))
+        write, cycle = waits(device, filled(ProportionalSampler(), compilable=True))
     finally:
         torch.set_default_device(None)
     assert (write, cycle) <= (4, 1)

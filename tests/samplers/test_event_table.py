@@ -18,7 +18,6 @@ from tests.events import NaiveTables, scripted
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     Anneal,
-    CompilableTensorStorage,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -792,8 +791,7 @@ def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_rea
     arguments = {"eta": ETA, "min_size": 1, "correction": correction, "priority": priority}
     with EmulatedDevice("torchrl_replay_ext") as device:
         sampler = EventTableSampler(tables_of(retention, 28), **arguments)
-        storage = CompilableTensorStorage(60, device="emulated")
-        rb = buffer_with(sampler, 60, compilable=True, storage=storage, batch_size=16)
+        rb = buffer_with(sampler, 60, compilable=True, device="emulated", batch_size=16)
         # evictions, full lists and sorts occur in the second half
         data = with_pairs(scripted(240, streams=2, seed=3, p_event=0.15)).to("emulated")
         for part in data[:120].split(20):

@@ -11,9 +11,8 @@ from tensordict import TensorDict
 
 import torchrl_replay_ext
 from tests.chi_square import p_value
-from tests.data import as_graphs
+from tests.data import as_graphs, buffer_with
 from tests.emulated_device import EmulatedDevice
-from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
 
 GUIDE = (Path(torchrl_replay_ext.__file__).parent / "README.md").read_text(encoding="utf-8")
 NAN = float("nan")
@@ -55,8 +54,8 @@ def drive(rb, device):
     rb.sampler.check_valid()
 
 
-def buffer(sampler, device="cpu", **arguments):
-    return CompilableReplayBuffer(storage=CompilableTensorStorage(8, device=device), sampler=sampler, **arguments)
+def buffer(sampler, device="cpu"):
+    return buffer_with(sampler, 8, compilable=True, device=device)
 
 
 def test_in_graphs(linear_sampler):
