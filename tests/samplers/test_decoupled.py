@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from scipy import stats
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
@@ -21,12 +20,11 @@ from torchrl.modules import (
     TruncatedNormal,
 )
 
+from tests.chi_square import p_value
 from tests.data import buffer_with, event_sampler, linear_policy
 from tests.events import scripted
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
     DecoupledSampler,
     ProportionalSampler,
     ReaPERSampler,
@@ -204,10 +202,10 @@ def test_one_candidate_is_uniform():
     torch.manual_seed(0)
     _, actor_rb = make(num_candidates=1, count=64, batch_size=500)
     drawn = torch.cat([actor_rb.sample()["index"] for _ in range(100)])
-    assert stats.chisquare(drawn.bincount(minlength=64).numpy()).pvalue > 1e-4
+    assert p_value(drawn, torch.ones(64)) > 1e-4
     _, actor_rb = make(num_candidates=5, count=64, batch_size=10)
     drawn = torch.cat([actor_rb.sample()["index"] for _ in range(1000)])
-    assert stats.chisquare(drawn.bincount(minlength=64).numpy()).pvalue < 1e-4
+    assert p_value(drawn, torch.ones(64)) < 1e-4
 
 
 def test_groups_and_transitions_choose_more():
@@ -459,14 +457,14 @@ def test_copies_share_the_policy():
 # --- in a graph
 
 
+@pytest.mark.usefixtures("from_scratch")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_one_graph_draws_what_eager_code_draws():
-    torch._dynamo.reset()
-    policy = TensorDictModule(torch.nn.Linear(3, 2), in_keys=["observation"], out_keys=["action"])
+    policy = linear_policy(3, 2)
     buffers = []
     for _ in range(2):
         sampler = DecoupledSampler(ProportionalSampler(1000), policy, num_candidates=3, granularity="group")
-        rb = CompilableReplayBuffer(storage=CompilableTensorStorage(1000), sampler=sampler, batch_size=32)
+        rb = buffer_with(sampler, 1000, compilable=True, batch_size=32)
         rb.extend(experience(400))
         buffers.append((rb, sampler.actor_buffer(rb)))
     (eager, eager_actor), (compiled, compiled_actor) = buffers
@@ -490,7 +488,6 @@ def test_one_graph_draws_what_eager_code_draws():
                 torch.testing.assert_close(expected[1][key], found[1][key], rtol=1e-4, atol=1e-4)
             with torch.no_grad():
                 policy.module.weight.mul_(0.9)
-    torch._dynamo.reset()
 
 
 # --- bad input
