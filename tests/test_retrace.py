@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch._dynamo
 
 from tests.objectives.trajectories import algorithm_2, by_rows
 from torchrl_replay_ext.functional import (
@@ -295,9 +294,9 @@ def test_q_opc_is_retrace_of_equal_policies(lmbda):
 # --- gradients and graphs
 
 
+@pytest.mark.usefixtures("from_scratch")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_in_one_graph():
-    torch._dynamo.reset()
     data = Experience((3, 20, 1)).requires_grad()
 
     def everything(log_pi, log_mu, q, v_next, reward, done, terminated):
@@ -317,7 +316,6 @@ def test_in_one_graph():
         torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
         gradients.append(torch.autograd.grad(sum(x.sum() for x in outputs[:-1]), data.tensors))
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-    torch._dynamo.reset()
 
 
 # --- trust region

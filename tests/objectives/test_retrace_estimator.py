@@ -385,15 +385,14 @@ def test_for_a_loss_with_an_actor():
                 pi[2].weight.mul_(-1)
 
 
+@pytest.mark.usefixtures("from_scratch")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_in_one_graph():
-    torch._dynamo.reset()
     batch = experience(3, 9)
     loss, _ = dqn(critic(), actor_network=actor())
     eager = loss(batch.clone())["loss"]
     compiled = torch.compile(lambda batch: loss(batch)["loss"], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(batch), eager)
-    torch._dynamo.reset()
 
 
 # --- unsupported losses

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -154,15 +153,14 @@ def test_other_batches_are_refused(acer, batch):
     assert "td_error" not in set(rows.keys())
 
 
+@pytest.mark.usefixtures("from_scratch")
 def test_in_a_graph_other_batches_give_nan():
     setting, batch = discrete.Setting(), slices(discrete)
-    torch._dynamo.reset()
     compiled = torch.compile(lambda rows: setting.loss(rows, shifted=True), fullgraph=True, backend="eager")
     expected = setting.loss(batch.clone(), shifted=True)
     assert_same(compiled(batch), expected, 1e-12)
     result = compiled(unrelated(discrete))
     assert result["loss_qvalue"].isnan() and result["loss_actor"].isnan()
-    torch._dynamo.reset()
 
 
 @both
