@@ -17,6 +17,7 @@ from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import DONE, explained, parse_config, resumed_config
 from recipes.common.options import compose_config
 from recipes.common.schemas import SCHEMAS
+from recipes.envs.minatar_games import GAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,16 @@ RECIPES = {
     "td3": (td3.train, Composer("td3", tiny("td3"))),
     "r2d2": (r2d2.train, Composer("r2d2", TINY_R2D2)),
     "acer": (acer.train, Composer("acer", TINY_ACER)),
+}
+
+
+# the package that environments need -> their presets
+PRESETS = {
+    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills", "deepsea"],
+    "minigrid": ["doorkey", "lavagap"],
+    "minatar": [f"minatar_{game}" for game in GAMES],
+    "Box2D": ["lunarlander", "lunarlander_continuous", "bipedalwalker"],
+    "mujoco": ["ant", "halfcheetah", "hopper", "humanoid", "invertedpendulum", "walker2d"],
 }
 
 

@@ -11,16 +11,8 @@ from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
 from recipes.common.replayable_env import ReplayableEnv
 from recipes.envs.atari import make_atari
-from recipes.envs.minatar_games import GAMES
-from tests.recipes.runs import ROOT, needs
+from tests.recipes.runs import PRESETS, ROOT, needs
 
-PRESETS = {
-    None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills", "deepsea"],
-    "minigrid": ["doorkey", "lavagap"],
-    "minatar": [f"minatar_{game}" for game in GAMES],
-    "Box2D": ["lunarlander", "lunarlander_continuous", "bipedalwalker"],
-    "mujoco": ["ant", "halfcheetah", "hopper", "humanoid", "invertedpendulum", "walker2d"],
-}
 QUICK = ("cartpole", "tworooms", "doorkey", "minatar_space_invaders", "bipedalwalker", "hopper")
 
 

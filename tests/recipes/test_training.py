@@ -14,18 +14,11 @@ from recipes.common.config import DECOUPLED, EVENT_TABLES
 from recipes.common.options import environments
 from recipes.common.schemas import SCHEMAS
 from tests.params import slow_but
-from tests.recipes.runs import RECIPES, ROOT, eager_and_compiled, rows
-
-PACKAGES = {
-    "minatar": "minatar",
-    "minigrid": "doorkey lavagap",
-    "Box2D": "lunarlander lunarlander_continuous bipedalwalker",
-    "mujoco": "ant halfcheetah hopper humanoid invertedpendulum walker2d",
-}
+from tests.recipes.runs import PRESETS, RECIPES, ROOT, eager_and_compiled, rows
 
 
 def installed(env):
-    modules = [module for module, envs in PACKAGES.items() if env in envs.split() or env.startswith(module)]
+    modules = [module for module, envs in PRESETS.items() if module and env in envs]
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
