@@ -26,13 +26,13 @@ LOOP = re.compile(r"<\s*static_cast<\w+>\((\d+)L?\)")
 ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
 
 
-def large_steps(code: str, large: int = LARGE) -> list[str]:
-    """Lines of generated code with a loop over, or an allocation of, at least ``large`` entries."""
+def large_steps(code: str) -> list[str]:
+    """Lines of generated code with a loop over, or an allocation of, at least ``LARGE`` entries."""
     found = []
     for line in code.splitlines():
         loops = [int(bound) for bound in LOOP.findall(line)]
         sizes = [math.prod(int(n) for n in shape.split(",") if n.strip()) for shape in ALLOCATION.findall(line)]
-        if max([*loops, *sizes], default=0) >= large:
+        if max([*loops, *sizes], default=0) >= LARGE:
             found.append(line.strip())
     return found
 

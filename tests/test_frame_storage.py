@@ -249,11 +249,11 @@ SAMPLERS = {
 }
 
 
-def buffers(name, capacity=40):
+def buffers(name):
     """The same buffer with frames stored once and with complete stacks."""
     return [
-        buffer_with(SAMPLERS[name](capacity), capacity, compilable=True, storage=storage, batch_size=8)
-        for storage in (FrameStackStorage(capacity), CompilableTensorStorage(capacity))
+        buffer_with(SAMPLERS[name](40), 40, compilable=True, storage=storage, batch_size=8)
+        for storage in (FrameStackStorage(40), CompilableTensorStorage(40))
     ]
 
 

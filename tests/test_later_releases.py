@@ -24,8 +24,8 @@ later = pytest.mark.skipif(RateLimited is object, reason="torchrl 0.14 has no wa
 every_kind = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
-def make_buffer(sampler=None, **arguments):
-    return buffer_with(sampler or ProportionalSampler(), CAPACITY, compilable=True, batch_size=BATCH, **arguments)
+def make_buffer(**arguments):
+    return buffer_with(ProportionalSampler(), CAPACITY, compilable=True, batch_size=BATCH, **arguments)
 
 
 def learn(rb):

@@ -38,8 +38,8 @@ def appendix_e4(gamma, rho, v_next, reward, done, terminated):
 class Experience:
     """Random rows; episodes end in the middle and at the end of rows, terminated or truncated."""
 
-    def __init__(self, shape, time_dim=-2, dtype=torch.float64, seed=0, ends=0.3):
-        g = torch.Generator().manual_seed(seed)
+    def __init__(self, shape, time_dim=-2, dtype=torch.float64, ends=0.3):
+        g = torch.Generator().manual_seed(0)
         self.time_dim = time_dim
         self.tensors = [torch.randn(shape, dtype=torch.float64, generator=g).to(dtype) for _ in range(5)]
         self.log_pi, self.log_mu, self.q, self.v_next, self.reward = self.tensors
@@ -59,10 +59,10 @@ class Experience:
     def values(self):
         return self.q, self.v_next, self.reward, self.done, self.terminated
 
-    def naive(self, gamma, lmbda, c=1.0, power=1.0, loop=algorithm_2):
+    def naive(self, gamma, lmbda, c, power):
         def one_row(log_pi, log_mu, *values):
             coefficient = [lmbda * (r if r < c else r * 0 + c) for r in ((log_pi - log_mu).exp() ** power)]
-            return loop(gamma, coefficient, *values)
+            return algorithm_2(gamma, coefficient, *values)
 
         return by_rows(one_row, *self.policies, *self.values, time_dim=self.time_dim)
 
@@ -321,13 +321,6 @@ def test_in_one_graph():
 # --- trust region
 
 
-def norms(*tensors):
-    product = torch.ones(())
-    for x in tensors:
-        product = product * x.square().sum(-1).sqrt()
-    return product
-
-
 @pytest.mark.parametrize("delta", [0.0, 0.1, 1.0, 5.0, INF])
 @pytest.mark.parametrize("n", [1, 2, 7])
 def test_the_projection_is_equation_12(n, delta):
@@ -358,7 +351,7 @@ def test_the_projection_for_k_of_any_size(size):
     torch.testing.assert_close(z, exact.float(), rtol=1e-5, atol=1e-5)
     # k·z <= δ within the precision of float32
     product = (k.double() * z).sum(-1)
-    assert bool((product <= 1.0 + 1e-6 * (1.0 + norms(k.double(), g.double()))).all())
+    assert bool((product <= 1.0 + 1e-6 * (1.0 + k.double().norm(dim=-1) * g.double().norm(dim=-1))).all())
     weight = torch.randn(100, 6)
     of_g, of_k = torch.autograd.grad((z * weight).sum(), (g, k))
     assert bool(of_g.isfinite().all())
@@ -426,7 +419,7 @@ def test_shapes_must_agree(wrong):
 )
 def test_arguments_out_of_range(arguments, message):
     data = Experience((3, 4, 1))
-    lmbda = arguments.pop("lmbda", 1.0) if "lmbda" in arguments else 1.0
+    lmbda = arguments.pop("lmbda", 1.0)
     with pytest.raises(ValueError, match=message):
         retrace(0.9, lmbda, *data.policies, *data.values, **arguments)
 

@@ -95,8 +95,9 @@ OTHER_LIBRARIES = {
 }
 
 
-def make_owners() -> dict[str, Any]:
-    """Make an object of each class whose private names are used, in the state in which the project uses it."""
+@pytest.fixture(scope="module")
+def owners() -> dict[str, Any]:
+    """An object of each class whose private names are used, in the state in which the project uses it."""
 
     class AnySampler(Sampler):
         sample = dumps = loads = state_dict = load_state_dict = _empty = lambda self, *args: None
@@ -115,11 +116,6 @@ def make_owners() -> dict[str, Any]:
         "ValueEstimatorBase": ValueEstimatorBase,
         "_RayReplayBufferClient": _RayReplayBufferClient(None, has_gpu=False),
     }
-
-
-@pytest.fixture(scope="module")
-def owners() -> dict[str, Any]:
-    return make_owners()
 
 
 def source_files() -> list[str]:

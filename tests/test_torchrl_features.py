@@ -93,31 +93,23 @@ def test_with_n_step_returns_reliability_is_the_share_of_the_errors_of_all_later
 # --- hindsight relabelling
 
 
-def goal_rows(first, count, episode=10):
-    number = torch.arange(first, first + count)
-    done = (number % episode == episode - 1).unsqueeze(1)
-    position = {name: number.unsqueeze(1).expand(count, 2).float() for name in ("observation", "achieved_goal")}
-    position["desired_goal"] = torch.full((count, 2), -1.0)
-    after = position | {"reward": torch.zeros(count, 1), "done": done, "terminated": done.clone()}
-    after["achieved_goal"] = after["achieved_goal"] + 1
-    return TensorDict({**position, "number": number, "next": after}, [count])
+def goal_rows(count):
+    steps = rows(count, episode=10)
+    position = steps["observation"].expand(count, 2)
+    goals = {"observation": position, "achieved_goal": position, "desired_goal": torch.full((count, 2), -1.0)}
+    return steps.update({**goals, "next": {**goals, "achieved_goal": position + 1, "reward": torch.zeros(count, 1)}})
 
 
 def reached(data):
     return (data["next", "achieved_goal"] == data["desired_goal"]).all(-1, keepdim=True).float()
 
 
-def her_buffer(sampler, her_ratio=0.5):
-    return HERReplayBuffer(
-        reached, storage=LazyTensorStorage(CAPACITY), sampler=sampler, batch_size=BATCH, her_ratio=her_ratio
-    )
-
-
 @pytest.mark.parametrize("name", ["proportional", "reaper"])
 def test_td_errors_of_relabelled_rows_are_priorities_of_the_original_transitions(name):
     sampler = SAMPLERS[name]()
-    rb = her_buffer(sampler)
-    rb.extend(goal_rows(0, 30))
+    storage = LazyTensorStorage(CAPACITY)
+    rb = HERReplayBuffer(reached, storage=storage, sampler=sampler, batch_size=BATCH, her_ratio=0.5)
+    rb.extend(goal_rows(30))
     errors = torch.ones(30)
     for step in range(6):
         batch = rb.sample()
@@ -181,10 +173,9 @@ def test_of_a_filled_storage_that_is_written_to_only_stored_rows_are_drawn(name)
 # --- ensembles
 
 
-def members(name, compilable, count=2):
+def members(name, compilable):
     buffers = [
-        buffer_with(data.SAMPLERS[name](CAPACITY), CAPACITY, compilable=compilable, batch_size=BATCH)
-        for _ in range(count)
+        buffer_with(data.SAMPLERS[name](CAPACITY), CAPACITY, compilable=compilable, batch_size=BATCH) for _ in range(2)
     ]
     for number, rb in enumerate(buffers):
         rb.extend(random_rows(30, first=100 * number).set("member", torch.full((30,), number)))

@@ -6,9 +6,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Categorical
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
 
+from tests.data import buffer_with
 from tests.objectives.trajectories import averaged, q_ret_of
 from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
 
@@ -129,20 +129,15 @@ def test_acer_keeps_the_hidden_states_of_episodes_apart():
     torch.testing.assert_close(batch["td_error"], error.square(), rtol=0, atol=1e-10)
 
 
-def replay_of_slices(setting, anchors, slice_len=4):
-    """A buffer with a column per row, which draws eight slices."""
-    sampler = TrajectoryRetraceSampler(slice_len=slice_len, anchors=anchors)
-    storage = LazyTensorStorage(ROWS * TIME, ndim=2)
-    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=8 * slice_len)
-    rb.extend(setting.rows)
-    return rb
-
-
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their_start(prioritized):
     setting = Recurrent()
     loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
-    slices = replay_of_slices(setting, ProportionalSampler() if prioritized else "uniform").sample().reshape(-1, 4)
+    sampler = TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler() if prioritized else "uniform")
+    # a column per row
+    rb = buffer_with(sampler, ROWS * TIME, ndim=2, batch_size=8 * 4)
+    rb.extend(setting.rows)
+    slices = rb.sample().reshape(-1, 4)
     valid, inside = slices["collector", "mask"], ~slices["is_init"][:, 0].squeeze(-1)
     assert inside.any() and slices["is_init"].any() and not valid.all()
     batch = slices.exclude("expected", "priority_weight")

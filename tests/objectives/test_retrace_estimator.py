@@ -174,8 +174,6 @@ def test_actions_that_are_not_allowed():
     allowed = torch.tensor([True, True, False, True])
     batch["action"] = batch["action"].clone()
     batch["action"][batch["action"] == 2] = 3
-    masked = lambda network, fill: lambda x: network(x).masked_fill(~allowed, fill)  # noqa: E731
-    expected = naive(batch, masked(value, 0.0), masked(pi, -math.inf))
 
     class Masked(nn.Module):
         def __init__(self, network, fill):
@@ -185,6 +183,7 @@ def test_actions_that_are_not_allowed():
         def forward(self, x):
             return self.network(x).masked_fill(~allowed, self.fill)
 
+    expected = naive(batch, Masked(value, 0.0), Masked(pi, -math.inf))
     distribution = lambda logits: MaskedCategorical(logits=logits, mask=allowed.expand_as(logits))  # noqa: E731
     for fill in (-math.inf, math.nan, torch.finfo(torch.float64).min):
         estimator = RetraceEstimator(
@@ -433,12 +432,10 @@ def test_other_losses_are_refused_by_name_and_keep_the_estimator_they_have(name)
 # --- in DQNLoss
 
 
-def dqn(network, *, policy="actor", actor_network=None, value_network=None, **arguments):
+def dqn(network, *, policy="actor", actor_network=None, **arguments):
     loss = DQNLoss(network, action_space="categorical", **{"delay_value": True, **arguments})
     SoftUpdate(loss, eps=0.9)
-    estimator = RetraceEstimator(
-        gamma=GAMMA, value_network=value_network or network, actor_network=actor_network, policy=policy
-    )
+    estimator = RetraceEstimator(gamma=GAMMA, value_network=network, actor_network=actor_network, policy=policy)
     loss.make_value_estimator(estimator)
     return loss, estimator
 

@@ -15,8 +15,8 @@ def cagrad(gradients, c, weights=None):
     return cagrad_gradients(gradients @ at, weights, [at], c)[0]
 
 
-def random_gradients(k, p, dtype=torch.float64):
-    return torch.randn(k, p, dtype=dtype) * torch.logspace(-0.5, 0.5, k, dtype=dtype)[:, None]
+def random_gradients(k, p):
+    return torch.randn(k, p).double() * torch.logspace(-0.5, 0.5, k).double()[:, None]
 
 
 def dual_value(gradients, c):

@@ -4,8 +4,8 @@ import torch
 from recipes.experiments import cliffwalk
 
 
-def walk(num_states, seed=0):
-    return cliffwalk.Cliffwalk(num_states, torch.Generator().manual_seed(seed))
+def walk(num_states):
+    return cliffwalk.Cliffwalk(num_states, torch.Generator().manual_seed(0))
 
 
 def test_the_buffer_holds_all_sequences_of_actions():

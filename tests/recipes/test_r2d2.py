@@ -30,12 +30,12 @@ composer = Composer("r2d2", TINY_R2D2)
 class Collected:
     """A network, the steps that it collected in several environments, and a buffer that holds them."""
 
-    def __init__(self, steps=60, limit=13):
+    def __init__(self, steps=60):
         torch.manual_seed(0)
         self.network = RecurrentNetwork(2, 2, 8, [8], CPU)
         for weight in self.network.parameters():
             torch.nn.init.normal_(weight, std=0.5)
-        make = partial(gymnasium.make, "recipes.envs:CartPolePositions-v0", max_episode_steps=limit)
+        make = partial(gymnasium.make, "recipes.envs:CartPolePositions-v0", max_episode_steps=13)
         behaviour = RecurrentBehaviour(self.network, make().action_space, NUM_ENVS, seed=1)
         behaviour.epsilon = 0.5
         collector = VectorCollector(

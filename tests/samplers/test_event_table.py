@@ -234,9 +234,9 @@ def two_outcomes(count=4000, **sampler):
     return rb
 
 
-def weighted_share(rb, batches=100):
+def weighted_share(rb):
     """The weighted share of z = 1 in the draws of the first (s, a), and the weighted share of the first (s, a)."""
-    samples = torch.cat([rb.sample() for _ in range(batches)])
+    samples = torch.cat([rb.sample() for _ in range(100)])
     first = samples["action"] == 0
     weight = samples["priority_weight"].double()
     share = (weight * (samples["z"] == 1))[first].sum() / weight[first].sum()

@@ -26,18 +26,18 @@ def plain(**options):
     return {"alpha": 1.0, "omega": 1.0, "eps": 0.0, "td_error": "absolute", **options}
 
 
-def episode(number, length, *, end="terminated", traj_id=None):
+def episode(number, length, *, end="terminated"):
     """``length`` steps of one episode; ``end`` is the flag of the last step, or None."""
-    steps = [Step(number, number if traj_id is None else traj_id) for _ in range(length)]
+    steps = [Step(number, number) for _ in range(length)]
     if end:
         setattr(steps[-1], end, True)
     return steps
 
 
-def assert_psi(buffer, expected, rtol=1e-5):
+def assert_psi(buffer, expected):
     """Check that the probabilities are proportional to ``expected``."""
     expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=rtol, atol=0.0)
+    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-5, atol=0.0)
 
 
 # --- hand tables
@@ -177,20 +177,15 @@ def test_draws_are_exact_however_many_proposals_are_rejected(omega, length, zero
 # --- alpha, omega and beta
 
 
-def example(**options):
-    buffer = buffer_of(3, **plain(**options))
-    buffer.extend(transitions(episode(0, 3)))
-    buffer.update_priority(torch.arange(3), torch.tensor([1.0, 2.0, 3.0]))  # R = 1/6, 1/2, 1
-    return buffer
-
-
 def test_defaults():
     sampler = ReaPERSampler(8)
     assert [float(sampler.alpha), float(sampler.omega), float(sampler.beta)] == pytest.approx([0.4, 0.2, 0.4])
 
 
 def test_annealed_omega_holds_for_everything_stored():
-    buffer = example(omega=Anneal(1.0, 0.5, 2))
+    buffer = buffer_of(3, **plain(omega=Anneal(1.0, 0.5, 2)))
+    buffer.extend(transitions(episode(0, 3)))
+    buffer.update_priority(torch.arange(3), torch.tensor([1.0, 2.0, 3.0]))  # R = 1/6, 1/2, 1
     buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
     assert_psi(buffer, [6**-0.5, 2 * 2**-0.5, 3.0])
 

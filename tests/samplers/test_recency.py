@@ -28,9 +28,9 @@ def naive(newest_first, size, half_life=3.0):
     return torch.tensor(result, dtype=torch.float64)
 
 
-def assert_ages(buffer, newest_first, half_life=3.0):
+def assert_ages(buffer, newest_first):
     found = buffer.sampler.probabilities(buffer.storage)
-    torch.testing.assert_close(found, naive(newest_first, len(buffer), half_life), rtol=1e-12, atol=1e-300)
+    torch.testing.assert_close(found, naive(newest_first, len(buffer)), rtol=1e-12, atol=1e-300)
     buffer.sampler.check_valid()
 
 

@@ -350,12 +350,6 @@ def test_bad_conditions_are_refused():
         EventTables([SPEC], {"a": 5})["x"]
 
 
-def wrong(change):
-    data = scripted(20)
-    change(data)
-    return data
-
-
 @pytest.mark.parametrize(
     ("condition", "change", "error", "message"),
     [
@@ -374,7 +368,8 @@ def test_bad_data_changes_nothing(condition, change, error, message, retention):
     capacity = {"a": 10} if retention == "ring" else {"a": 10, "default": 30}
     tables = EventTables([EventSpec("a", condition, 3)], capacity, retention=retention)
     rb = buffer(tables, 40)
-    bad = wrong(change)
+    bad = scripted(20)
+    change(bad)
     with pytest.raises(error, match=message):
         rb.extend(bad)
     assert len(rb) == 0 and rb.write_count == 0 and tables.sizes() == {"default": 0, "a": 0}
