@@ -12,11 +12,11 @@ import torch._dynamo
 import torch._inductor.config
 from tensordict import TensorDict
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 
+from tests.data import buffer_with
 from tests.params import slow_but
-from tests.samplers.experience import assert_priorities
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -357,17 +357,8 @@ def test_what_is_missing_is_named(missing):
 
 
 def test_a_sampler_in_a_stock_buffer_is_not_for_graphs():
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(10), sampler=ProportionalSampler(10, td_error="absolute"), batch_size=4
-    )
+    buffer = buffer_with(ProportionalSampler(10), 10, batch_size=4)
     buffer.extend(Flat().take(4))
-    batch = buffer.sample()
-    assert "write_stamp" not in batch
-    batch["td_error"] = torch.full((4,), 3.0)
-    buffer.update_tensordict_priority(batch)
-    priority = torch.ones(4)
-    priority[batch["index"]] = 3.0
-    assert_priorities(buffer, priority, buffer.sampler.alpha)
     with pytest.raises(Exception) as caught:
         torch.compile(lambda: buffer.sampler.sample(buffer.storage, 4), fullgraph=True)()
     assert "LazyTensorStorage cannot be compiled; use CompilableReplayBuffer" in whole_text(caught.value)
