@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torchrl_replay_ext import (
     DecoupledSampler,
     ProportionalSampler,
 )
+from torchrl_replay_ext.compilation import uniform
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,3 +166,17 @@ def test_a_batch_may_be_moved_before_its_update(name, unit, stored_on, moved_to,
     stats = buffer.sampler.stats().cpu()
     assert stats["dropped_updates"] == stats["rejected_updates"] == 0
     assert stats["never_updated"] < 1
+
+
+@pytest.mark.parametrize("name", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_draws_on_a_device_repeat_with_a_generator_of_the_cpu(size, name):
+    with EmulatedDevice() if name == "emulated" else nullcontext():
+        device, source = torch.device(name), torch.Generator()
+        first = uniform(size, device=device, generator=source.manual_seed(1))
+        state = source.get_state()
+        second = uniform(size, device=device, generator=source)
+        assert first.device.type == name and not torch.equal(first, second)
+        assert torch.equal(uniform(size, device=device, generator=source.manual_seed(1)), first)
+        source.set_state(state)
+        assert torch.equal(uniform(size, device=device, generator=source), second)

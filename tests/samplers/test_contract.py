@@ -270,6 +270,27 @@ def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):
     assert torch.equal(restored.probabilities(buffer.storage), sampler.probabilities(buffer.storage))
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("name", ["proportional", "reaper", "tables, proportional", "tables, reaper"])
+def test_the_largest_priority_falls_when_it_is_overwritten_only_with_max_priority_within_buffer(name, within, copied):
+    choices = {"max_priority_within_buffer": within, "td_error": "absolute"}
+    used = Driven(name, 1, layout="uneven", capacity=12, choices=choices)
+    used.extend(12)
+    used.buffer.update_priority(torch.tensor([4, 9]), torch.tensor([1e3, 2.0]))
+    used.reference.update([4, 9], [1e3, 2.0])
+    if copied:
+        used.go_on_with_a_copy()
+    used.extend(4)
+    used.extend(4)
+    used.check()
+    assert (used.sampler.stats()["max_priority"] < 3) == within
+    used.empty()
+    used.extend(4)
+    used.check()
+    assert used.sampler.stats()["max_priority"] == 1
+
+
 # --- what holds for every sampler, after random operations
 
 every_sampler = pytest.mark.parametrize("name", [name for name in CASES if "frames" not in name])
