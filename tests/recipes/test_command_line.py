@@ -95,6 +95,7 @@ MISTAKES = {
     "dqn env=threerooms +env.events.done.quantile=1.0": "must be in (0, 1)",
     "sac env=hopper +env.events.x={above:9,novel:1,history:1,eta:.1}": "needs null for the others of above, quantile",
     "sac env=halfcheetah sampler=sset sac.n_step=2": "of env.events depends on the reward or",
+    "dqn sampler=recency sampler.half_life=0": "half_life must be > 0",
     "dqn env=threerooms +env.events.done.resolution=1": "needs novel=1",
     "dqn env=tworooms sampler=sset env.events.done.history=50000": "history=50000, more than the",
     "dqn env=threerooms sampler=sset_per sampler.priority=per": "priority=per: must be a group",

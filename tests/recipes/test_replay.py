@@ -3,9 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from recipes import dqn, sac, td3
+from recipes import sac, td3
 from recipes.common.cli import DONE
-from recipes.common.errors import ConfigError
 from recipes.common.files import CONF
 from tests.recipes.runs import composed, rows, tiny
 
@@ -49,12 +48,3 @@ def test_options_of_the_critics_sampler_replace_those_in_its_file(tmp_path):
     assert td3.train(configuration("td3", *words), tmp_path) == DONE
     saved = OmegaConf.load(tmp_path / "config.yaml").sampler.critic
     assert saved == {"name": "reaper", "alpha": 0.4, "omega": 0.2, "beta": {"start": 0.5, "end": 1.0}, "eps": 1e-3}
-
-
-@pytest.mark.parametrize("recipe", [dqn, td3, sac])
-def test_recent_transitions_are_drawn_more_often(tmp_path, recipe):
-    name = recipe.__name__.split(".")[-1]
-    assert recipe.train(configuration(name, "sampler=recency", "sampler.half_life=8"), tmp_path) == DONE
-    assert int(rows(tmp_path)[-1]["updates"]) > 0
-    with pytest.raises(ConfigError, match="half_life must be > 0"):
-        recipe.train(configuration(name, "sampler=recency", "sampler.half_life=0"), tmp_path / "wrong")
