@@ -102,9 +102,9 @@ def sorted_within(group: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return numbers[group[order].argsort(stable=True)]
 
 
-def assert_priorities(buffer, priority: torch.Tensor, alpha: float = 1.0) -> None:
+def assert_priorities(buffer, priority: torch.Tensor | list[float], alpha: float = 1.0) -> None:
     """P ∝ d^α of all stored transitions, with d in ``priority`` [len(buffer)]."""
-    expected = priority.double() ** alpha
+    expected = torch.as_tensor(priority, dtype=torch.float64) ** alpha
     torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-5, atol=1e-9)
 
 

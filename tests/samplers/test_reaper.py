@@ -13,6 +13,7 @@ from tests.samplers.experience import (
     INTERRUPTED,
     Refuses,
     Step,
+    assert_priorities,
     probabilities,
     transitions,
 )
@@ -34,12 +35,6 @@ def episode(number, length, *, end="terminated"):
     return steps
 
 
-def assert_psi(buffer, expected):
-    """Check that the probabilities are proportional to ``expected``."""
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-5, atol=0.0)
-
-
 # --- hand tables
 
 
@@ -48,7 +43,7 @@ def test_finished_and_ongoing_episodes_by_hand():
     buffer = buffer_of(8, **plain())
     buffer.extend(transitions(episode(0, 3) + episode(1, 2, end=None)))
     buffer.update_priority(torch.arange(5), torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0]))
-    assert_psi(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
+    assert_priorities(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
 
 
 # --- new transitions (refinement I)
@@ -59,15 +54,15 @@ def test_new_transitions_have_the_maximum_priority_and_full_reliability():
     buffer.extend(transitions(episode(0, 2)))
     buffer.update_priority(torch.arange(2), torch.tensor([3.0, 1.0]))
     buffer.extend(transitions(episode(1, 2, end=None)))
-    assert_psi(buffer, [3 * 3 / 4, 1.0, 3.0, 3.0])
+    assert_priorities(buffer, [3 * 3 / 4, 1.0, 3.0, 3.0])
 
 
 def test_the_first_update_of_an_episode_ends_the_waiting_of_all_its_transitions():
     buffer = buffer_of(8, **plain())
     buffer.extend(transitions(episode(0, 3, end=None)))
-    assert_psi(buffer, [1.0, 1.0, 1.0])
+    assert_priorities(buffer, [1.0, 1.0, 1.0])
     buffer.update_priority(torch.tensor([1]), torch.tensor([2.0]))  # d = 1, 2, 1; F = 4
-    assert_psi(buffer, [1 / 4, 2 * 3 / 4, 1.0])
+    assert_priorities(buffer, [1 / 4, 2 * 3 / 4, 1.0])
 
 
 # --- truncation
@@ -78,7 +73,7 @@ def test_truncated_episodes(truncated, expected):
     buffer = buffer_of(8, **plain(truncated=truncated))
     buffer.extend(transitions(episode(0, 2, end="truncated") + episode(1, 2)))
     buffer.update_priority(torch.arange(4), torch.tensor([1.0, 1.0, 4.0, 4.0]))
-    assert_psi(buffer, [*expected, 2.0, 4.0])
+    assert_priorities(buffer, [*expected, 2.0, 4.0])
 
 
 # --- trajectory ids
@@ -88,7 +83,7 @@ def test_a_two_dimensional_storage_may_round_its_size_up():
     buffer = buffer_of(10, ndim=2, **plain())
     buffer.extend(torch.stack([transitions(episode(env, 4)) for env in range(3)]))
     assert len(buffer) == 12
-    assert_psi(buffer, [0.25] * 3 + [0.5] * 3 + [0.75] * 3 + [1.0] * 3)
+    assert_priorities(buffer, [0.25] * 3 + [0.5] * 3 + [0.75] * 3 + [1.0] * 3)
 
 
 # --- against the naive reference
@@ -187,7 +182,7 @@ def test_annealed_omega_holds_for_everything_stored():
     buffer.extend(transitions(episode(0, 3)))
     buffer.update_priority(torch.arange(3), torch.tensor([1.0, 2.0, 3.0]))  # R = 1/6, 1/2, 1
     buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
-    assert_psi(buffer, [6**-0.5, 2 * 2**-0.5, 3.0])
+    assert_priorities(buffer, [6**-0.5, 2 * 2**-0.5, 3.0])
 
 
 # --- statistics
@@ -221,7 +216,7 @@ def test_other_keys():
     data["next"].rename_key_("done", "over").rename_key_("terminated", "dead")
     data["trajectory"] = data.pop("collector")["traj_ids"]
     buffer.extend(data)
-    assert_psi(buffer, [1 / 3, 1 / 2, 2 / 3, 1.0, 1.0])
+    assert_priorities(buffer, [1 / 3, 1 / 2, 2 / 3, 1.0, 1.0])
 
 
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
