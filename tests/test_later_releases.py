@@ -152,12 +152,8 @@ def test_with_any_sample_unit_only_anchors_get_priorities(unit, stock):
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
 def test_changing_stored_rows_by_generation_leaves_priorities_and_pending_updates_alone(name):
     """``update_if_present`` changes entries of rows that were not overwritten since, but not which rows they are."""
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(CAPACITY),
-        sampler=SAMPLERS[name](CAPACITY),
-        writer=TensorDictRoundRobinWriter(track_generations=True),
-        batch_size=BATCH,
-    )
+    writer = TensorDictRoundRobinWriter(track_generations=True)
+    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, writer=writer, batch_size=BATCH)
     rb.extend(random_rows(CAPACITY))
     for _ in range(3):
         learn(rb)

@@ -47,9 +47,7 @@ def assert_episodes(buffer, expected):
     finished = torch.isin(expected[order], expected[done])
     priority = torch.zeros(size, dtype=torch.float64)
     priority[order] = reliability(error, expected[order], finished).double() ** 0.2 * error.double() ** 0.4
-    torch.testing.assert_close(
-        buffer.sampler.probabilities(buffer.storage), priority / priority.sum(), rtol=1e-4, atol=1e-9
-    )
+    assert_priorities(buffer, priority)
 
 
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.distributions import MultivariateNormal, Normal, kl_divergence
-from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
+from torchrl.data import OneHot
 from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
 from torchrl.modules import (
     NormalParamExtractor,
@@ -326,7 +326,7 @@ def test_transforms_may_read_and_write_anything():
 
     policy = TensorDictModule(Linear(), in_keys=["seen"], out_keys=["action"])
     sampler = DecoupledSampler(RandomSampler(), policy)
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=32)
+    rb = buffer_with(sampler, 100, batch_size=32)
     actor_rb = sampler.actor_buffer(rb)
     rb.append_transform(add_reward)
     rb.extend(experience(100))
@@ -632,9 +632,7 @@ def test_the_actors_buffer_collates_as_the_critics():
         return data.set("collated", torch.ones(data.shape))
 
     sampler = DecoupledSampler(RandomSampler(), make_policy())
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(100), sampler=sampler, batch_size=8, collate_fn=collate, transform=lambda data: data
-    )
+    rb = buffer_with(sampler, 100, batch_size=8, collate_fn=collate, transform=lambda data: data)
     rb.extend(experience(50))
     for buffer in (rb, sampler.actor_buffer(rb)):
         assert (buffer.sample()["collated"] == 1).all()

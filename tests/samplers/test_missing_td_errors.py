@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import Sequence, TensorDictReplayBuffer
+from torchrl.data import Sequence
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import SAMPLERS, buffer_with, linear_policy, random_rows
@@ -149,7 +149,7 @@ def test_a_buffer_that_gets_a_filled_storage_and_a_loaded_sampler_keeps_the_prio
     rb = updated(make("no eps", stock=True))
     sampler = MAKERS["no eps"](CAPACITY)
     sampler.load_state_dict(rb.sampler.state_dict())
-    other = TensorDictReplayBuffer(storage=copy.deepcopy(rb.storage), sampler=sampler, batch_size=8)
+    other = buffer_with(sampler, CAPACITY, storage=copy.deepcopy(rb.storage), batch_size=8)
     expected = rb.sampler.probabilities(rb.storage)
     assert torch.equal(other.sampler.probabilities(other.storage), expected)
     assert other.sampler.stats()["rejected_updates"] == 0

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
-from tests.data import buffer_of, rows
+from tests.data import buffer_of, buffer_with, rows
 from torchrl_replay_ext import Anneal, ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 
@@ -45,12 +44,8 @@ def test_td_errors_of_rows_that_a_writer_did_not_store_change_nothing():
         count = len(ranks)
         return TensorDict({"rank": torch.tensor(ranks), "td_error": torch.arange(1.0, count + 1)}, [count])
 
-    buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(4),
-        sampler=ProportionalSampler(4),
-        writer=TensorDictMaxValueWriter(rank_key="rank"),
-        batch_size=4,
-    )
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = buffer_with(ProportionalSampler(4), 4, writer=writer, batch_size=4)
     buffer.extend(data([5.0, 6.0, 7.0, 8.0]))
     with pytest.raises(RuntimeError) as raised:
         buffer.extend(data([1.0, 9.0]))

@@ -244,9 +244,7 @@ def test_episodes_across_a_restart(on_load, streams):
     buffer.extend(data.rows(4, first=4, ids=ids))
     buffer.update_priority(torch.arange(8), torch.ones(8))
     buffer.sampler.check_valid()
-    reliability = torch.tensor([1.0, 2.0, 3.0, 4.0] * 2) if on_load == "truncate" else torch.arange(1.0, 9.0)
-    expected = (reliability / reliability.sum()).double()
-    torch.testing.assert_close(buffer.sampler.probabilities(buffer.storage), expected)
+    assert_priorities(buffer, [1.0, 2.0, 3.0, 4.0] * 2 if on_load == "truncate" else torch.arange(1.0, 9.0))
     assert buffer.sampler.stats()["interrupted"] == 0
 
 

@@ -317,9 +317,8 @@ def test_attached_to_what_is_there(tmp_path):
     source.extend(rows(10, done=[6]))
     source.extend(rows(4, done=[1], first=10))
     for anchors in ("uniform", proportional()):
-        attached = TensorDictReplayBuffer(
-            storage=source.storage, sampler=TrajectoryRetraceSampler(20, slice_len=4, anchors=anchors), batch_size=16
-        )
+        sampler = TrajectoryRetraceSampler(20, slice_len=4, anchors=anchors)
+        attached = data.buffer_with(sampler, 10, storage=source.storage, batch_size=16)
         numbers = slices_by_start(attached, "number")
         assert sorted(numbers) == list(range(4, 14))
         assert numbers[4] == [4, 5, 6, 6] and numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 13, 13]
@@ -465,11 +464,8 @@ def test_the_priority_of_a_slice_is_the_td_error_in_its_first_row(anchors):
     assert probabilities.nonzero()[:, 0].tolist() == [0, 3, 10]
     assert probabilities.argsort(descending=True)[:3].tolist() == [0, 10, 3]
     # rows that were there before the sampler
-    attached = TensorDictReplayBuffer(
-        storage=buffer.storage,
-        sampler=TrajectoryRetraceSampler(slice_len=4, anchors=anchors(), starts="episode"),
-        batch_size=80,
-    )
+    sampler = TrajectoryRetraceSampler(slice_len=4, anchors=anchors(), starts="episode")
+    attached = data.buffer_with(sampler, 20, storage=buffer.storage, batch_size=80)
     assert set(attached.sample().reshape(-1, 4)["number"][:, 0].tolist()) == {0, 3, 10}
 
 

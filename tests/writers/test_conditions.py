@@ -49,10 +49,10 @@ class NaiveNovel:
         return self.seen[tuple(state)] <= self.times
 
 
-def make(retention="ring", size=60):
+def make(retention="ring", size=60, device="cpu"):
     capacity = {"best": 20, "new": 30} | ({"default": size} if retention == "pinned" else {})
     tables = EventTables(SPECS, capacity, retention=retention)
-    storage = LazyTensorStorage(size + 50 if retention == "pinned" else size)
+    storage = LazyTensorStorage(size + 50 if retention == "pinned" else size, device=device)
     return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4), tables
 
 
@@ -194,10 +194,7 @@ def test_on_an_accelerator_events_are_the_same():
     rb, tables = make()
     rb.extend(data.clone())
     with EmulatedDevice("torchrl_replay_ext") as device:
-        other = EventTables(SPECS, {"best": 20, "new": 30})
-        on_device = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(60, device="emulated"), writer=EventTableWriter(other), batch_size=4
-        )
+        on_device, other = make(device="emulated")
         on_device.extend(data.to("emulated"))
         on_device.empty()
         rows = data.to("emulated")
