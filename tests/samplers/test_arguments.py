@@ -42,6 +42,7 @@ NAN = float("nan")
         *((sampler, "td_error", value) for sampler in SAMPLERS for value in ("sqared", None, 2)),
         (ProportionalSampler, "alpha", float("inf")),
         (ProportionalSampler, "alpha", Anneal(-0.1, 1.0, 10)),
+        (ProportionalSampler, "min_priority", -1.0),
         (RankBasedSampler, "beta", 1.5),
         (RankBasedSampler, "segments", "linear"),
         (ReaPERSampler, "omega", -0.1),
@@ -72,6 +73,7 @@ def test_numbers_of_any_kind_are_taken():
     [
         (lambda: Anneal("0.4", 1.0, 10), r"Anneal\(start='0.4'\): start must be a number"),
         (lambda: ProportionalSampler(8, eps="0"), r"ProportionalSampler\(eps='0'\): eps must be a number"),
+        (lambda: ProportionalSampler(8, min_priority="1"), r"\(min_priority='1'\): min_priority must be a number"),
         (lambda: ProportionalSampler(8, stratified="no"), r"stratified='no'\): stratified must be True or False"),
         (lambda: ReaPERSampler(8, omega="1"), r"ReaPERSampler\(omega='1'\): omega must be a number"),
         (

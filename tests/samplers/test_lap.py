@@ -83,13 +83,6 @@ def test_invalid_td_errors_are_errors_although_they_are_below_the_smallest_prior
     assert torch.equal(probabilities(rb), before)
 
 
-def test_the_smallest_priority_must_be_a_number_that_is_not_negative():
-    with pytest.raises(ValueError, match=r"ProportionalSampler\(min_priority=-1.0\): min_priority must be >= 0"):
-        lap(min_priority=-1.0)
-    with pytest.raises(TypeError, match=r"ProportionalSampler\(min_priority='1'\): min_priority must be a number"):
-        lap(min_priority="1")
-
-
 def test_torchrls_huber_loss_has_the_gradient_that_lap_needs():
     """``smooth_l1`` is quadratic up to 1; the TD errors of the batch are squared, whatever the loss function is."""
     torch.manual_seed(0)
