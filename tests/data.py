@@ -162,3 +162,11 @@ def buffer_of(
     arguments = {"batch_size": batch_size, "generator": generator, "prefetch": prefetch}
     made = sampler_class(capacity, **sampler)
     return buffer_with(made, capacity, compilable=compilable, ndim=ndim, **arguments)
+
+
+def learn(rb, error=None) -> TensorDict:
+    """Draw a batch and update its priorities, by random TD errors or all by ``error``; returns the batch."""
+    batch = rb.sample()
+    batch["td_error"] = torch.rand(len(batch)) + 0.1 if error is None else torch.full((len(batch),), error)
+    rb.update_tensordict_priority(batch)
+    return batch

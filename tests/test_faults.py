@@ -74,16 +74,13 @@ def rows(numbers, done=()):
 
 
 ends = partial(event_sampler, 8, ("next", "terminated"), 4)
+slices = partial(TrajectoryRetraceSampler, CAPACITY, slice_len=2, behaviour_keys=())
 SAMPLERS = {
     "proportional": lambda: ProportionalSampler(CAPACITY),
     "rank": lambda: RankBasedSampler(CAPACITY),
     "reaper": lambda: ReaPERSampler(CAPACITY),
-    "slices": lambda: TrajectoryRetraceSampler(
-        CAPACITY, slice_len=2, behaviour_keys=(), anchors=ProportionalSampler(CAPACITY)
-    ),
-    "slices, reaper": lambda: TrajectoryRetraceSampler(
-        CAPACITY, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(CAPACITY)
-    ),
+    "slices": lambda: slices(anchors=ProportionalSampler(CAPACITY)),
+    "slices, reaper": lambda: slices(anchors=ReaPERSampler(CAPACITY)),
     "tables": ends,
     "tables, proportional": lambda: ends(priority={"kind": "proportional"}),
     "tables, reaper": lambda: ends(priority={"kind": "reaper"}),

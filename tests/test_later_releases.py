@@ -8,7 +8,7 @@ import torchrl.data
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
 from torchrl.data.replay_buffers import SampleUnit, Sequence
 
-from tests.data import SAMPLERS, buffer_with, random_rows
+from tests.data import SAMPLERS, buffer_with, learn, random_rows
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -26,13 +26,6 @@ every_kind = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "c
 
 def make_buffer(**arguments):
     return buffer_with(ProportionalSampler(), CAPACITY, compilable=True, batch_size=BATCH, **arguments)
-
-
-def learn(rb):
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(len(batch))
-    rb.update_tensordict_priority(batch)
-    return batch
 
 
 # --- waiting

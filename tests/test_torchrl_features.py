@@ -15,7 +15,7 @@ from torchrl.data import (
 from torchrl.envs import MultiStepTransform
 
 from tests import data
-from tests.data import buffer_with, random_rows, rows
+from tests.data import buffer_with, learn, random_rows, rows
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
@@ -29,13 +29,6 @@ SAMPLERS = {
 }
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
-
-
-def learn(rb, error=None):
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(len(batch)) + 0.1 if error is None else torch.full((len(batch),), error)
-    rb.update_tensordict_priority(batch)
-    return batch
 
 
 # --- n-step returns

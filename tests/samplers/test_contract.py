@@ -11,7 +11,7 @@ import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictMaxValueWriter
 
-from tests.data import buffer_with, event_sampler, linear_policy, rows
+from tests.data import buffer_with, event_sampler, learn, linear_policy, rows
 from tests.operations import CASES, Driven
 from tests.samplers.experience import (
     INTERRUPTED,
@@ -258,9 +258,7 @@ def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):
     for _ in range(3):
         data = rows(6)
         buffer.extend(data if ndim == 1 else torch.stack([data, data]))
-    batch = buffer.sample()
-    batch["td_error"] = torch.rand(4)
-    buffer.update_tensordict_priority(batch)
+    learn(buffer)
     sampler.check_valid()
     assert len(sampler.probabilities(buffer.storage)) == len(buffer) == 12
     restored = make()

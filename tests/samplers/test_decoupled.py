@@ -21,7 +21,7 @@ from torchrl.modules import (
 )
 
 from tests.chi_square import p_value
-from tests.data import buffer_with, event_sampler, linear_policy
+from tests.data import buffer_with, event_sampler, learn, linear_policy
 from tests.events import scripted
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
@@ -313,9 +313,7 @@ def test_critic_and_actor_do_not_disturb_each_other(columns):
     actor_batch = actor_rb.sample()
     assert actor_batch.shape == (16,)
     assert torch.equal(sampler.probabilities(rb.storage), before)
-    batch = rb.sample()
-    batch["td_error"] = torch.rand(32)
-    rb.update_tensordict_priority(batch)
+    learn(rb)
     assert not torch.equal(sampler.probabilities(rb.storage), before)
     assert sampler.stats()["num_items"] == 500
 

@@ -7,7 +7,7 @@ when it was overwritten; a draw waits while at most 64 others follow. ``tests.re
 import pytest
 import torch
 
-from tests.data import buffer_with, rows
+from tests.data import buffer_with, learn, rows
 from tests.operations import Driven
 from torchrl_replay_ext import ProportionalSampler
 
@@ -77,15 +77,10 @@ def test_indices_of_ones_own_reach_rows_written_after_all_draws(stratified):
     buffer = buffer_with(ProportionalSampler(200, stratified=stratified), 200, batch_size=64)
     buffer.extend(rows(200))
 
-    def sample_and_update():
-        batch = buffer.sample()
-        batch["td_error"] = torch.ones(64)
-        buffer.update_tensordict_priority(batch)
-
     for _ in range(30):
-        sample_and_update()
+        learn(buffer, error=1.0)
     index = buffer.extend(rows(16, first=200))
-    sample_and_update()
+    learn(buffer, error=1.0)
     buffer.update_priority(index, torch.full((16,), 5.0))
     buffer.extend(rows(16, first=216))
     buffer.update_priority(torch.randperm(200), torch.full((200,), 5.0))
@@ -99,7 +94,5 @@ def test_draws_without_updates_cost_few_of_the_others():
     for _ in range(500):
         buffer.extend(row)
         buffer.sample()
-        batch = buffer.sample()
-        batch["td_error"] = torch.rand(32)
-        buffer.update_tensordict_priority(batch)
+        learn(buffer)
     assert buffer.sampler.stats()["dropped_updates"] <= 0.03 * 32 * 500

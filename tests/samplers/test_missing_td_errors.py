@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.data import Sequence
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import SAMPLERS, buffer_with, linear_policy, random_rows
+from tests.data import SAMPLERS, buffer_with, learn, linear_policy, random_rows
 from torchrl_replay_ext import Anneal, DecoupledSampler, ProportionalSampler
 
 CAPACITY = 40
@@ -31,9 +31,7 @@ def make(name, stock, **arguments):
 def updated(rb):
     """A buffer in which some priorities are not the default priority."""
     for _ in range(3):
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(len(batch)) + 2
-        rb.update_tensordict_priority(batch)
+        learn(rb)
     return rb
 
 

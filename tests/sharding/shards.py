@@ -40,6 +40,7 @@ def event_tables(retention="ring", **arguments):
     }
 
 
+slices = partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
 PARTS = {
     "uniform": {"sampler": RandomSampler},
     "proportional": {"sampler": partial(ProportionalSampler, alpha=0.7, beta=0.5)},
@@ -52,14 +53,8 @@ PARTS = {
     "event tables, mixture": event_tables(correction="mixture", beta=0.5),
     "event tables, priorities": event_tables(priority={"kind": "proportional", "beta": 0.5}),
     "event tables, pinned": event_tables("pinned", priority={"kind": "proportional", "beta": 0.5}),
-    "slices": {
-        "sampler": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=(), pad=False)
-    },
-    "slices, priorities": {
-        "sampler": lambda: TrajectoryRetraceSampler(
-            slice_len=4, num_streams=STREAMS, behaviour_keys=(), anchors=ProportionalSampler(alpha=0.7, beta=0.5)
-        )
-    },
+    "slices": {"sampler": partial(slices, pad=False)},
+    "slices, priorities": {"sampler": lambda: slices(anchors=ProportionalSampler(alpha=0.7, beta=0.5))},
 }
 
 

@@ -10,7 +10,6 @@ from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
     PARTS,
-    STREAMS,
     agreement,
     draw,
     event_tables,
@@ -20,6 +19,7 @@ from tests.sharding.shards import (
     rows_in,
     set_priorities,
     sharded,
+    slices,
     transitions,
 )
 from torchrl_replay_ext import (
@@ -101,7 +101,7 @@ def test_bad_arguments(arguments, error, message):
 
 
 def slices_by_rank():
-    return TrajectoryRetraceSampler(slice_len=4, num_streams=STREAMS, behaviour_keys=(), anchors=RankBasedSampler())
+    return slices(anchors=RankBasedSampler())
 
 
 @pytest.mark.parametrize("sampler", [RankBasedSampler, partial(RecencySampler, half_life=20), slices_by_rank])

@@ -20,11 +20,12 @@ from tests.sharding.shards import (
     require_own_priorities,
     set_priorities,
     sharded,
+    slices,
     td_errors,
     transitions,
     whole,
 )
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler, TrajectoryRetraceSampler
+from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.sharding.shard import Report
 
 
@@ -91,9 +92,7 @@ BETA = Anneal(0.4, 1.0, num_updates=10)
     [
         partial(ProportionalSampler, beta=BETA),
         partial(ReaPERSampler, beta=BETA, omega=Anneal(0.0, 1.0, num_updates=10), num_streams=STREAMS),
-        lambda: TrajectoryRetraceSampler(
-            slice_len=4, num_streams=STREAMS, behaviour_keys=(), anchors=ProportionalSampler(beta=BETA)
-        ),
+        lambda: slices(anchors=ProportionalSampler(beta=BETA)),
     ],
 )
 def test_annealed_exponents_are_those_of_one_buffer(sampler):

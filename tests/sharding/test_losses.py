@@ -17,10 +17,10 @@ from tests.sharding.shards import (
     require_own_priorities,
     rows_in,
     sharded,
+    slices,
     td_errors,
     transitions,
 )
-from torchrl_replay_ext import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding import Lost
 
 
@@ -121,9 +121,7 @@ def test_late_updates_of_an_earlier_process_are_dropped():
 
 
 def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
-    many = sharded(
-        "slices", 1, sampler=partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
-    )
+    many = sharded("", 1, sampler=slices)
     many.extend(transitions(0, 5))
     many.dumps(tmp_path)
     many.extend(transitions(20, 1))
@@ -135,8 +133,8 @@ def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
     # 5 steps of 4 environments, and the new steps
     assert stored["number"].tolist() == [*range(20), *range(24, 44)]
     for _ in range(20):
-        slices = many.sample().reshape(-1, 4)
-        number, mask = slices["number"], slices["collector", "mask"]
+        drawn = many.sample().reshape(-1, 4)
+        number, mask = drawn["number"], drawn["collector", "mask"]
         step = number[:, 1:] - number[:, :-1]
         assert (step[mask[:, 1:] & (number[:, :-1] >= 24)] == STREAMS).all()
         assert not ((number[:, :-1] < 20) & (number[:, 1:] >= 24) & mask[:, 1:]).any()
