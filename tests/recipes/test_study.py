@@ -404,6 +404,7 @@ OTHER_BASELINES = {
     "deepsea": ["per", "recency"],
     "deepsea12": ["per"],
     "minatar": ["per"],
+    "reaper_td3_lunarlander": ["per"],
     "acer_ratios": ["replay ratio 0", "replay ratio 1", "replay ratio 8"],
     "acer_baselines": ["ACER, learning rate .009", "A3C, learning rate .001"],
     "acer_invertedpendulum": ["ACER, learning rate .003", "A3C, learning rate .003"],
