@@ -124,7 +124,7 @@ def make_update(
         optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
     """
-    steps = [*map(AdamStep, optimizers.values())]
+    steps = [AdamStep(optimizers[f"{name}_optimizer"]) for name in ("actor", "critic", "alpha")]
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:

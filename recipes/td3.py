@@ -134,7 +134,7 @@ def make_update(
         optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
     """
-    actor_step, critic_step = map(AdamStep, optimizers.values())
+    actor_step, critic_step = AdamStep(optimizers["actor_optimizer"]), AdamStep(optimizers["critic_optimizer"])
 
     def update(data: TensorDictBase | None) -> dict[str, Tensor]:
         if data is not None:

@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recipes.common import figures
+from recipes.common.errors import ConfigError, reason
 from recipes.common.tables import RUNS, markdown, read_csv
 from recipes.experiments.reliability import correlation
 
@@ -81,7 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("study", type=Path, help=f"directory of the study, with its {RUNS}")
     out = parser.parse_args(arguments).study
-    settings = settings_of(read_csv(out / RUNS, COLUMNS))
+    try:
+        settings = settings_of(read_csv(out / RUNS, COLUMNS))
+    except (ConfigError, OSError) as error:
+        parser.error(f"{out}: {reason(error)}")
+    if not settings:
+        parser.error(f"{out}: no run has {' and '.join(SEARCHED)} in its command")
     files = figures.files_of(out / "search")
     figures.save(plot(settings), *files)
     print(format_table(settings))

@@ -75,6 +75,12 @@ def test_the_random_search_is_summed_up_by_environment(tmp_path, capsys):
         for env in ("cartpole", "invertedpendulum")
         for i, words in enumerate([f"acer.learning_rate=1e-{8 - i} acer.delta={2 - i / 4}" for i in range(7)] + [""])
     ]
+    for content, message in ((None, "No such file"), ([rows[7]], "no run has acer.learning_rate and acer.delta")):
+        if content is not None:
+            append_rows(tmp_path / "runs.csv", content)
+        with pytest.raises(SystemExit, match="2"):
+            acer_search.main([str(tmp_path)])
+        assert f"{tmp_path}: {message}" in capsys.readouterr().err
     append_rows(tmp_path / "runs.csv", rows)
     acer_search.main([str(tmp_path)])
     printed = capsys.readouterr().out.splitlines()

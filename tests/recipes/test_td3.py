@@ -94,7 +94,8 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
     plain = Plain(policy, loss_module)
     optimizers = {
-        name: torch.optim.Adam(getattr(loss_module, name).flatten_keys().values(), lr=1e-2) for name in NETWORKS[:2]
+        name: torch.optim.Adam(getattr(loss_module, network).flatten_keys().values(), lr=1e-2)
+        for name, network in zip(("actor_optimizer", "critic_optimizer"), NETWORKS[:2], strict=True)
     }
     batches, own = [transitions(32) for _ in range(4)], [transitions(8) for _ in range(2)]
     replay = Replay(*batches)
