@@ -1,10 +1,11 @@
-"""Means over seeds and their 95 % bootstrap intervals."""
+"""Means over seeds and their 95 % bootstrap intervals; rank correlations."""
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, spearmanr
 
 RESAMPLES = 1000
 FEW = 5
@@ -60,3 +61,11 @@ def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, b
 def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
     """Mean of the second column of `pairs` [n, 2, ...], divided by the mean of the first."""
     return pairs[:, 1].mean(0) / pairs[:, 0].mean(0)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """The rank correlation (Spearman); NaN if one of them is constant."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return float("nan")
+    found: Any = spearmanr(a, b)
+    return float(found.statistic)

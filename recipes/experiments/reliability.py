@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from scipy.stats import spearmanr
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
@@ -38,7 +37,7 @@ from tqdm import tqdm
 from recipes.common.checked import positive
 from recipes.common.curves import Curve, draw_runs
 from recipes.common.figures import env_label
-from recipes.common.intervals import bootstrap_interval, ratio_of_means
+from recipes.common.intervals import bootstrap_interval, correlation, ratio_of_means
 from recipes.common.tables import markdown
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
@@ -135,14 +134,6 @@ class Dataset:
             "bias drawn": float((density * bias).sum() / density.sum() / bias.mean()) if bias.any() else float("nan"),
         }
         return found, trust, targets
-
-
-def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """The rank correlation (Spearman); NaN if one of them is constant."""
-    if np.ptp(a) == 0 or np.ptp(b) == 0:
-        return float("nan")
-    found: Any = spearmanr(a, b)
-    return float(found.statistic)
 
 
 def run(dataset: Dataset, sampler: str, noise: float, seed: int) -> Iterator[tuple]:
