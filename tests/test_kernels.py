@@ -407,7 +407,9 @@ def a_log(size, lanes, assigned):
 
 
 def a_reader(lanes):
-    return EpisodeReader("tests", lanes, "done", "trajectory", "initial", "continue")
+    return EpisodeReader(
+        "tests", num_streams=lanes, done_key="done", traj_key="trajectory", init_key="initial", on_load="continue"
+    )
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -311,7 +311,16 @@ class ReaPERSampler(DistributionSampler):
         name = "ReaPERSampler"
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        reader = EpisodeReader(name, num_streams, done_key, traj_key, init_key, on_load, truncated, terminated_key)
+        reader = EpisodeReader(
+            name,
+            num_streams=num_streams,
+            done_key=done_key,
+            traj_key=traj_key,
+            init_key=init_key,
+            on_load=on_load,
+            truncated=truncated,
+            terminated_key=terminated_key,
+        )
         super().__init__(
             capacity,
             partial(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -105,6 +105,7 @@ class EpisodeReader:
     """
 
     owner: str
+    _: KW_ONLY
     num_streams: int
     done_key: NestedKey
     traj_key: NestedKey

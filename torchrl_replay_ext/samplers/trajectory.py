@@ -154,7 +154,14 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         require_integer(OWNER, "slice_len", slice_len)
         require_bool(OWNER, "pad", pad)
         require_choice(OWNER, "starts", starts, get_args(Starts))
-        reader = EpisodeReader(OWNER, num_streams, done_key, traj_key, init_key, on_load)
+        reader = EpisodeReader(
+            OWNER,
+            num_streams=num_streams,
+            done_key=done_key,
+            traj_key=traj_key,
+            init_key=init_key,
+            on_load=on_load,
+        )
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
