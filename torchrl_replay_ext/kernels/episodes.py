@@ -74,11 +74,13 @@ def _lane_of(position, span, lane_total):
 
 
 @part
-def _position_of(slot, position_of, num_lanes, span, capacity):
-    position = slot % num_lanes * span + slot // num_lanes
+def place_in_lane(slot, position_of, num_lanes, span):
+    """The position of the mass of a slot that is >= 0."""
     if position_of.shape[0] > 0:
-        position = np.int64(position_of[slot])
-    return min(max(position, 0), capacity - 1)
+        return min(max(np.int64(position_of[slot]), 0), num_lanes * span)
+    # unsigned numbers are divided in half the time
+    step = np.uint64(slot) // np.uint64(num_lanes)
+    return np.int64((np.uint64(slot) - step * np.uint64(num_lanes)) * np.uint64(span) + step)
 
 
 @part
@@ -87,7 +89,7 @@ def _remove(slot, memory, e):
     none, record = e.start_of.shape[0] - 1, np.int64(e.episode[slot])
     if record < 0 or record >= none:
         return
-    position = _position_of(slot, e.position_of, e.num_lanes, e.span, e.capacity)
+    position = place_in_lane(slot, e.position_of, e.num_lanes, e.span)
     lane = _lane_of(position, e.span, e.lane_total)
     change = put(e.leaves, e.nodes, e.pages, e.capacity, position, 0)
     e.totals[record] += change
@@ -144,7 +146,7 @@ def write(
             e.position_of[slot] = lane * e.span + offset
             if offset & _LAST_OF_PAGE == 0:
                 e.pages[(lane * e.span + offset) >> PAGE_BITS] = _take(free_pages)
-        position = _position_of(slot, e.position_of, e.num_lanes, e.span, e.capacity)
+        position = place_in_lane(slot, e.position_of, e.num_lanes, e.span)
         if begins[row]:
             _stop(lane, memory, e)
             record = min(max(np.int64(_take(free_records)), 0), none - 1)
@@ -187,7 +189,7 @@ def update(
     record, position, change = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        record[row], position[row] = np.int64(episode[slot]), _position_of(slot, position_of, num_lanes, span, capacity)
+        record[row], position[row] = np.int64(episode[slot]), place_in_lane(slot, position_of, num_lanes, span)
         if slot != slots[row] or record[row] < 0 or record[row] >= none:
             position[row] = -1
         change[row] = np.int64(math.ceil(np.float64(d[min(row, d.shape[0] - 1)]) * UNIT))

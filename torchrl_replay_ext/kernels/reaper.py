@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.episodes import place_in_lane
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, place_of
@@ -22,19 +23,33 @@ LAST = 2**31
 
 
 @part
-def _sum_of(entries, begin, first, end):
-    """The sum of the entries ``first`` to ``end`` - 1 of 16; without branches, which takes less time."""
-    total, block = 0, entries[begin : begin + CHILDREN]
-    for k in range(CHILDREN):
-        value = block[k]
-        total += value if (k >= first) & (k < end) else 0
-    return total
+def _sum_ends(entries, begin, pages, last, rows, first, end, total):
+    """Add the entries of one level whose parents are not within the range ``first`` to ``end`` - 1, for some ``rows``.
+
+    ``last`` is the last entry of the level. ``first`` and ``end`` become the range of the parents that remain, and the
+    beginning of ``rows`` the rows where there may be such parents. Returns their number.
+    """
+    count = 0
+    for k in range(rows.shape[0]):
+        row = rows[k]
+        is_one_block = first[row] >> BITS == end[row] >> BITS
+        inner, outer = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
+        left = np.uint64(begin + place_of(min(first[row], last) & -CHILDREN, entries, pages))
+        right = np.uint64(begin + place_of(min(end[row], last) & -CHILDREN, entries, pages))
+        below, above = (outer, 0) if is_one_block else (CHILDREN, outer)
+        # without branches, which takes less time
+        for child in range(CHILDREN):
+            total[row] += entries[left + np.uint64(child)] if (child >= inner) & (child < below) else 0
+            total[row] += entries[right + np.uint64(child)] if child < above else 0
+        first[row], end[row] = (first[row] >> BITS) + 1, end[row] >> BITS
+        rows[count] = row
+        count += not is_one_block
+    return count
 
 
 @part
 def _sums_between(leaves, nodes, pages, capacity, first, end, total):
     """Set ``total`` [n] to the sums of the leaves from ``first`` to ``end`` - 1; changes ``first`` and ``end``."""
-    rows, count = np.empty(first.shape[0], np.int64), 0
     for row in range(first.shape[0]):
         first[row] = min(max(first[row], 0), capacity)
         end[row] = min(max(end[row], first[row]), capacity)
@@ -43,32 +58,13 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
         for each in (first[row], end[row]):
             place = place_of(min(each, capacity - 1) & -CHILDREN, leaves, pages)
             total[row] += leaves[np.uint64(place)] + leaves[np.uint64(place + CHILDREN // 2)]
-    for row in range(first.shape[0]):
-        is_one_block = first[row] >> BITS == end[row] >> BITS
-        inner, last = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
-        place = place_of(min(first[row], capacity - 1) & -CHILDREN, leaves, pages)
-        total[row] = _sum_of(leaves, place, inner, last if is_one_block else CHILDREN)
-        if not is_one_block:
-            place = place_of(min(end[row], capacity - 1) & -CHILDREN, leaves, pages)
-            total[row] += _sum_of(leaves, place, 0, last)
-            rows[count] = row
-            count += 1
-    below, begin = capacity - 1, nodes.shape[0]
+    total[:] = 0
+    rows, last, begin = np.arange(first.shape[0]), capacity - 1, nodes.shape[0]
+    count = _sum_ends(leaves, 0, pages, last, rows, first, end, total)
     while begin > 0 and count > 0:
-        below >>= BITS
-        begin -= CHILDREN * ((below >> BITS) + 1)
-        left, count = count, 0
-        for k in range(left):
-            row = rows[k]
-            first[row], end[row] = (first[row] >> BITS) + 1, end[row] >> BITS
-            is_one_block = first[row] >> BITS == end[row] >> BITS
-            inner, last = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
-            place = begin + (min(first[row], below) & -CHILDREN)
-            total[row] += _sum_of(nodes, place, inner, last if is_one_block else CHILDREN)
-            if not is_one_block:
-                total[row] += _sum_of(nodes, begin + (min(end[row], below) & -CHILDREN), 0, last)
-                rows[count] = row
-                count += 1
+        last >>= BITS
+        begin -= CHILDREN * ((last >> BITS) + 1)
+        count = _sum_ends(nodes, begin, nodes[:0], last, rows[:count], first, end, total)
 
 
 @part
@@ -82,16 +78,12 @@ def _part_of_episode(
     """
     record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
     whole = totals[record] if is_finished[record] else largest
-    if generation[slot] > updated_at[record] or whole <= 0:
-        whole = 0
-    position = slot % num_lanes * span + slot // num_lanes
-    if position_of.shape[0] > 0:
-        position = np.int64(position_of[slot])
-    start = np.int64(start_of[record])
-    if position < start:
-        # the episode wraps around the end of its ring
-        return position + 1, start, min(max(position // span, 0), num_lanes - 1), whole
-    return start, position + 1, -1, whole
+    whole = 0 if generation[slot] > updated_at[record] else max(whole, 0)
+    position, start = place_in_lane(slot, position_of, num_lanes, span), np.int64(start_of[record])
+    # the episode may wrap around the end of its ring
+    wraps = position < start
+    first, end = position + 1 if wraps else start, start if wraps else position + 1
+    return first, end, min(position // span, num_lanes - 1) if wraps else -1, whole
 
 
 @loop

@@ -152,54 +152,52 @@ def update(
     """
     size, has_stamps = generation.shape[0], stamp.shape[0] > 0
     result[0], result[1] = 0, -1
-    late, invalid, best = 0, 0, largest[0]
     now = num_draws[0] & NUMBERS
-    for attempt in range(2):
-        # first all rows are checked, if they may refuse the update
-        if attempt == 0 and not refuses:
+    # first all rows are checked, because one that is invalid may refuse the update
+    for row in range(slots.shape[0]):
+        slot, reason = slots[row], 0
+        kept[row], kept_d[row] = -1, 0
+        if (has_stamps and stamp[row] < 0) or (real.shape[0] > 0 and not real[row]):
             continue
-        for row in range(slots.shape[0]):
-            slot, reason = slots[row], 0
-            if attempt == 1:
-                kept[row], kept_d[row] = -1, 0
-            if (has_stamps and stamp[row] < 0) or (real.shape[0] > 0 and not real[row]):
-                continue
-            priority = max(_delta(error[row], squared) + eps, smallest)
-            if slot < 0 or slot >= size:
-                reason = OUT_OF_RANGE
-            # NaN is not >= 0
-            elif not (error[row] >= 0 and priority <= limit[0]):
-                reason = INVALID
-            elif attempt == 0 and generation[slot] == 0 and counts_draws and not has_stamps and draws[slot, 2] == 0:
-                reason = EMPTY
-            if attempt == 0:
-                if reason:
-                    result[0], result[1] = reason, row
-                    return
-                continue
-            if reason:
-                invalid += 1
-                continue
-            is_late = generation[slot] == 0
-            if has_stamps:
-                is_late = is_late or stamp[row] != generation[slot]
-            elif counts_draws and not is_own:
-                is_late = is_late or _waits(draws, slot, 2, now)
-            if counts_draws and not is_own:
-                column = 3 if is_late else 1
-                draws[slot, column] = max(draws[slot, column] - 1, 0)
-            if is_late:
-                late += 1
-            else:
-                kept[row] = slot
-                best = max(best, priority)
+        priority = max(_delta(error[row], squared) + eps, smallest)
+        if slot < 0 or slot >= size:
+            reason = OUT_OF_RANGE
+        # NaN is not >= 0
+        elif not (error[row] >= 0 and priority <= limit[0]):
+            reason = INVALID
+        elif refuses and generation[slot] == 0 and counts_draws and not has_stamps and draws[slot, 2] == 0:
+            reason = EMPTY
+        if refuses and reason:
+            result[0], result[1] = reason, row
+            return
+        if reason:
+            kept[row] = -2
+        else:
+            kept[row], kept_d[row] = slot, priority
+    late, invalid, best = 0, 0, largest[0]
+    for row in range(slots.shape[0]):
+        slot = kept[row]
+        if slot < 0:
+            invalid += slot == -2
+            continue
+        is_late = generation[slot] == 0
+        if has_stamps:
+            is_late = is_late or stamp[row] != generation[slot]
+        elif counts_draws and not is_own:
+            is_late = is_late or _waits(draws, slot, 2, now)
+        if counts_draws and not is_own:
+            column = 3 if is_late else 1
+            draws[slot, column] = max(draws[slot, column] - 1, 0)
+        if is_late:
+            late += 1
+            kept[row] = -1
+            continue
+        best = max(best, np.float64(kept_d[row]))
+        # the last row of each slot leaves its number, which float32 holds exactly for the first 2^24 rows
+        d[slot] = row
     largest[0] = best
     counts[0] += late
     counts[1] += invalid
-    # the last row of each slot leaves its number, which float32 holds exactly for the first 2^24 rows
-    for row in range(slots.shape[0]):
-        if kept[row] >= 0:
-            d[kept[row]] = row
     count = 0
     for row in range(slots.shape[0]):
         slot = kept[row]
@@ -207,7 +205,7 @@ def update(
             kept[row] = -1
             continue
         kept[row] = -1
-        kept[count], kept_d[count] = slot, max(_delta(error[row], squared) + eps, smallest)
+        kept[count], kept_d[count] = slot, kept_d[row]
         count += 1
     for place in range(count):
         d[kept[place]] = kept_d[place]

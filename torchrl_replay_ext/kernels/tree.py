@@ -51,14 +51,18 @@ def write_all(leaves, nodes, minima, pages, capacity, index, change):
 
     Each level is one short loop, so that the cache misses of the rows overlap.
     """
+    before = np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
         if index[row] < 0 or index[row] >= capacity:
             change[row] = 0
             continue
         place = place_of(index[row], leaves, pages)
-        mass = change[row]
-        change[row] -= leaves[place]
+        old, mass = leaves[place], change[row]
+        change[row] -= old
         leaves[place] = mass
+        before[row] = old
+    if minima.shape[0] > 0:
+        _refresh_minima(leaves, minima, pages, capacity, index, before)
     shift, last, begin = 0, capacity - 1, nodes.shape[0]
     while begin > 0:
         shift += BITS
@@ -67,7 +71,6 @@ def write_all(leaves, nodes, minima, pages, capacity, index, change):
         for row in range(index.shape[0]):
             if change[row] != 0:
                 nodes[begin + (index[row] >> shift)] += change[row]
-    _refresh_minima(leaves, minima, pages, capacity, index)
 
 
 @part
@@ -114,32 +117,33 @@ def _sum(entries, first):
 
 
 @part
-def _refresh_minima(leaves, minima, pages, capacity, index):
-    """Recompute the minima above the leaves ``index`` [n], level by level, so that cache misses overlap."""
-    if minima.shape[0] == 0:
-        return
-    nodes, count = np.empty(index.shape[0], np.int64), 0
-    last = (capacity - 1) >> BITS
-    begin = minima.shape[0] - CHILDREN * ((last >> BITS) + 1)
+def _refresh_minima(leaves, minima, pages, capacity, index, before):
+    """Bring the minima above the leaves ``index`` [n] up to date; ``before``: the former masses of these leaves."""
+    lowest = minima.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
+    rows, count = np.empty(index.shape[0], np.int64), 0
+    # nearly all rows change no minimum; to find the others without branches lets their cache misses overlap
     for row in range(index.shape[0]):
         if index[row] < 0 or index[row] >= capacity:
             continue
-        node = index[row] >> BITS
-        smallest = _smallest(leaves, place_of(node << BITS, leaves, pages))
-        nodes[count] = node
-        # nothing changes above a minimum that has not changed
-        count += minima[begin + node] != smallest
-        minima[begin + node] = smallest
-    while begin > 0 and count > 0:
-        last >>= BITS
-        below, begin = begin, begin - CHILDREN * ((last >> BITS) + 1)
-        changed, count = count, 0
-        for k in range(changed):
-            node = nodes[k] >> BITS
-            smallest = _smallest(minima, below + (node << BITS))
-            nodes[count] = node
-            count += minima[begin + node] != smallest
-            minima[begin + node] = smallest
+        mass, smallest = leaves[place_of(index[row], leaves, pages)], minima[lowest + (index[row] >> BITS)]
+        rows[count] = row
+        count += (0 < mass < smallest) | (before[row] == smallest)
+    for k in range(count):
+        node, last, begin = index[rows[k]], capacity - 1, minima.shape[0]
+        old, new = before[rows[k]], leaves[place_of(node, leaves, pages)]
+        while begin > 0 and new != old:
+            first = node & -CHILDREN
+            node >>= BITS
+            last >>= BITS
+            below, begin = begin, begin - CHILDREN * ((last >> BITS) + 1)
+            smallest = minima[begin + node]
+            if 0 < new <= smallest:
+                minima[begin + node] = new
+            elif old == smallest and begin == lowest:
+                minima[begin + node] = _smallest(leaves, place_of(first, leaves, pages))
+            elif old == smallest:
+                minima[begin + node] = _smallest(minima, below + first)
+            old, new = smallest, minima[begin + node]
 
 
 @loop
@@ -185,9 +189,10 @@ def _choose_children(entries, begin, place, rest):
     while size > 1:
         size //= 2
         for row in range(place.shape[0]):
-            half = 0
+            # unsigned, because Numba would look for a negative index with each entry
+            half, first = 0, np.uint64(begin + place[row])
             for k in range(size):
-                half += entries[begin + place[row] + k]
+                half += entries[first + np.uint64(k)]
             is_passed = half <= rest[row]
             rest[row] -= half if is_passed else 0
             place[row] += size if is_passed else 0
