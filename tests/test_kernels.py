@@ -3,6 +3,8 @@
 import copy
 import math
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -126,10 +128,12 @@ def test_all_implementations_write_the_same(run, capacity, paged):
     for count in (1, 40):
         # with duplicates, and rows out of range
         index = torch.randint(-2, capacity + 2, (count,))
-        for mass in (torch.randint(0, 2**40, (count,)), 7, 0):
+        # few values, so that minima have ties and rise
+        for mass in (torch.randint(0, 2**40, (count,)), *torch.randint(0, 4, (3, count)), 7, 0):
             tree.write(index, mass)
             run(other.write, index, mass)
             assert_equal(tree, other)
+            tree.check_valid()
     tree.leaves[: min(capacity, 9)] = 11
     other.leaves[: min(capacity, 9)] = 11
     tree.rebuild_()
@@ -777,6 +781,29 @@ def test_the_import_of_the_package_imports_neither_numba_nor_triton_kernels():
 def test_an_error_names_the_way_to_install_numba():
     code = "import sys; sys.modules['numba'] = None\nimport torchrl_replay_ext as t; t.SumTree(4).clear_()"
     assert "pip install 'numba" in python(code).stderr.splitlines()[-1]
+
+
+WRITE = """
+import numpy as np
+from torchrl_replay_ext.kernels.rows import record
+numbers, leaves = [np.zeros(16, np.int64) for _ in range(3)], np.zeros(16, np.int64)
+state = numbers[0], numbers[1][:1], np.zeros((16, 4), np.int32), numbers[1][1:2], np.zeros(16, np.float32), np.ones(1)
+record(*state, leaves, numbers[2], leaves[:0], leaves[:0], 16, np.ones(1), np.arange(1), True)
+print(leaves[0])
+"""
+
+
+def test_machine_code_on_disk_is_that_of_all_sources(tmp_path):
+    package = pathlib.Path(ops.__file__).parents[1]
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": "", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    layout = tmp_path / package.name / "kernels" / "tree_layout.py"
+    for unit in (23, 22):
+        # the loop is in another file
+        layout.write_text(layout.read_text().replace("UNIT = 2**23", f"UNIT = 2**{unit}"))
+        command = [sys.executable, "-c", WRITE]
+        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert found.stdout == f"{2**unit}\n", found.stderr
 
 
 # --- event tables

@@ -176,8 +176,9 @@ class EpisodeIndex(WriteObserver):
     def reliability(self, slots: Tensor) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in [0, 1]; 1 for new transitions.
 
-        It is the share of the masses of the episode up to and including the transition (Pleiss et al., Eq. 16), or 1 in
-        episodes without mass.
+        It is the sum of the masses of its episode up to and including the transition, divided by that of the whole
+        episode, or by the largest of all episodes if it is not finished (Pleiss et al., Eqs. 16 and 17); 1 if the
+        divisor is 0.
 
         Returns:
             float64 [n].

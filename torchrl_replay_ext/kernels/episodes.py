@@ -20,7 +20,13 @@ _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
 
 
 class Episodes(NamedTuple):
-    """The first arguments of :func:`torchrl_replay_ext.kernels.reaper.reliability` after ``result``."""
+    """The first arguments of :func:`torchrl_replay_ext.kernels.reaper.reliability` after ``result``.
+
+    A tree over the positions of all lanes holds the masses; ``position_of`` is the position of each slot, empty if it
+    follows from the slot. Each lane has ``span`` positions, whose sum is ``lane_total``. ``episode`` is the record of
+    each slot. Of each record: ``start_of`` is the position of its first transition, ``is_finished`` and ``updated_at``
+    say when its transitions are new, ``totals`` is the sum of its masses; ``maxima`` is the tree above ``totals``.
+    """
 
     leaves: Any
     nodes: Any
@@ -74,8 +80,11 @@ def _lane_of(position, span, lane_total):
 
 
 @part
-def place_in_lane(slot, position_of, num_lanes, span):
-    """The position of the mass of a slot that is >= 0."""
+def position_of_slot(slot, position_of, num_lanes, span):
+    """The leaf of a slot in range, in the tree over all lanes.
+
+    A tree over assigned lanes has a page more, so ``num_lanes * span`` is a leaf too.
+    """
     if position_of.shape[0] > 0:
         return min(max(np.int64(position_of[slot]), 0), num_lanes * span)
     # unsigned numbers are divided in half the time
@@ -89,7 +98,7 @@ def _remove(slot, memory, e):
     none, record = e.start_of.shape[0] - 1, np.int64(e.episode[slot])
     if record < 0 or record >= none:
         return
-    position = place_in_lane(slot, e.position_of, e.num_lanes, e.span)
+    position = position_of_slot(slot, e.position_of, e.num_lanes, e.span)
     lane = _lane_of(position, e.span, e.lane_total)
     change = put(e.leaves, e.nodes, e.pages, e.capacity, position, 0)
     e.totals[record] += change
@@ -146,7 +155,7 @@ def write(
             e.position_of[slot] = lane * e.span + offset
             if offset & _LAST_OF_PAGE == 0:
                 e.pages[(lane * e.span + offset) >> PAGE_BITS] = _take(free_pages)
-        position = place_in_lane(slot, e.position_of, e.num_lanes, e.span)
+        position = position_of_slot(slot, e.position_of, e.num_lanes, e.span)
         if begins[row]:
             _stop(lane, memory, e)
             record = min(max(np.int64(_take(free_records)), 0), none - 1)
@@ -189,7 +198,7 @@ def update(
     record, position, change = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        record[row], position[row] = np.int64(episode[slot]), place_in_lane(slot, position_of, num_lanes, span)
+        record[row], position[row] = np.int64(episode[slot]), position_of_slot(slot, position_of, num_lanes, span)
         if slot != slots[row] or record[row] < 0 or record[row] >= none:
             position[row] = -1
         change[row] = np.int64(math.ceil(np.float64(d[min(row, d.shape[0] - 1)]) * UNIT))

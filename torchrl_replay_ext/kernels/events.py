@@ -322,23 +322,17 @@ def _allocate(eta, allocation, seed, table):
         table[row], table[other] = table[other], table[row]
 
 
-@part
-def _mixed(slot, per_mass, leaves, places):
-    """The probability of a slot; see :func:`mixture`."""
-    tables, running = per_mass.shape[0], 0.0
-    first = tables - places.shape[0]
-    for k in range(tables):
-        position = slot if k < first else places[k - first, slot]
-        if position >= 0:
-            running += per_mass[k] * leaves[_inside(position, leaves.shape[0])]
-    return running
-
-
 @loop
 def mixture(slots, per_mass, leaves, places, probability):
     """The sums of the masses of the entries of each of ``slots`` [n], times ``per_mass`` of their tables."""
-    for row in range(slots.shape[0]):
-        probability[row] = _mixed(np.int64(_inside(slots[row], places.shape[1])), per_mass, leaves, places)
+    first = per_mass.shape[0] - places.shape[0]
+    probability[:] = 0
+    for k in range(per_mass.shape[0]):
+        for row in range(slots.shape[0]):
+            slot = np.int64(_inside(slots[row], places.shape[1]))
+            position = slot if k < first else places[k - first, slot]
+            if position >= 0:
+                probability[row] += per_mass[k] * leaves[_inside(position, leaves.shape[0])]
 
 
 @loop
@@ -386,8 +380,10 @@ def draw(
             k = table[row]
             mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
+    # short loops, so that the cache misses of the rows overlap
     for row in range(rows):
-        k, slot = table[row], np.int64(_inside(slot_at[_inside(slots[row], capacity)], places.shape[1]))
-        mixed = _mixed(slot, per_mass, leaves, places)
-        slots[row], probability[row] = slot, mixed
-        density[row] = mixed if is_mixed else mass[row] * (counts[k] / max(total[k], 1))
+        slots[row] = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
+    mixture(slots, per_mass, leaves, places, probability)
+    for row in range(rows):
+        k = table[row]
+        density[row] = probability[row] if is_mixed else mass[row] * (counts[k] / max(total[k], 1))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 try:
     import numba
 except ImportError as error:
     raise ImportError("torchrl_replay_ext needs numba for its kernels on the CPU: pip install 'numba>=0.61'") from error
+
+
+# Machine code on disk is valid for these sources: loops contain the code of others, of which Numba checks none.
+_SOURCES = sorted(
+    (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in Path(__file__).parent.glob("*.py")
+)
 
 
 def loop(function: Callable[..., Any]) -> Any:
@@ -27,7 +34,11 @@ def part(function: Callable[..., Any]) -> Any:
 def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     options |= {"nogil": True, "no_cfunc_wrapper": True}
     try:
-        return numba.njit(cache=True, **options)(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:
         # neither the folder of the package nor the user's cache folder can be written to
         return numba.njit(**options)(function)
+    file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if file is not None:
+        file._source_stamp = _SOURCES
+    return compiled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.episodes import place_in_lane
+from torchrl_replay_ext.kernels.episodes import position_of_slot
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, place_of
@@ -24,10 +24,10 @@ LAST = 2**31
 
 @part
 def _sum_ends(entries, begin, pages, last, rows, first, end, total):
-    """Add the entries of one level whose parents are not within the range ``first`` to ``end`` - 1, for some ``rows``.
+    """Add to ``total`` the entries of a level whose parents are not within the range ``first`` to ``end`` - 1.
 
-    ``last`` is the last entry of the level. ``first`` and ``end`` become the range of the parents that remain, and the
-    beginning of ``rows`` the rows where there may be such parents. Returns their number.
+    ``rows`` are the rows that have such a range, ``last`` the last entry of the level. Returns the number of rows that
+    go on: they come first in ``rows``, and their ``first`` and ``end`` become the range of the parents.
     """
     count = 0
     for k in range(rows.shape[0]):
@@ -69,18 +69,18 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
 
 @part
 def _part_of_episode(
-    slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
+    slot, record, number, position_of, num_lanes, span, start_of, is_finished, updated_at, totals, largest
 ):
     """Where the TD errors of an episode up to a slot lie in its lane.
 
-    Returns first and end of the positions to sum, the lane if the sum is its total minus theirs (else -1), and the sum
-    that R is relative to, 0 if R is 1.
+    ``record`` is the record of the episode, ``number`` that of the write that filled the slot. Returns the range of the
+    positions to sum and -1, or if the episode wraps around the end of its lane, the range to leave out and the lane;
+    and the sum that R is relative to, 0 if R is 1.
     """
-    record = min(max(np.int64(episode[slot]), 0), start_of.shape[0] - 1)
+    record = min(max(np.int64(record), 0), start_of.shape[0] - 1)
     whole = totals[record] if is_finished[record] else largest
-    whole = 0 if generation[slot] > updated_at[record] else max(whole, 0)
-    position, start = place_in_lane(slot, position_of, num_lanes, span), np.int64(start_of[record])
-    # the episode may wrap around the end of its ring
+    whole = 0 if number > updated_at[record] else max(whole, 0)
+    position, start = position_of_slot(slot, position_of, num_lanes, span), np.int64(start_of[record])
     wraps = position < start
     first, end = position + 1 if wraps else start, start if wraps else position + 1
     return first, end, min(position // span, num_lanes - 1) if wraps else -1, whole
@@ -97,9 +97,12 @@ def reliability(
     lane, whole = np.empty(count, np.int64), np.empty(count, np.int64)
     for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
+        first[row], end[row], whole[row] = slot, episode[slot], generation[slot]
+    for row in range(count):
         first[row], end[row], lane[row], whole[row] = _part_of_episode(
-            slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
-        )
+            first[row], end[row], whole[row], position_of, num_lanes, span, start_of, is_finished, updated_at, totals,
+            largest,
+        )  # fmt: skip
     _sums_between(leaves, nodes, pages, capacity, first, end, total)
     for row in range(count):
         if lane[row] >= 0:
@@ -123,8 +126,9 @@ def smallest(
         if masses[slot] <= 0:
             continue
         first, end, lane, whole = _part_of_episode(
-            slot, position_of, num_lanes, span, episode, start_of, is_finished, updated_at, totals, largest, generation
-        )
+            slot, episode[slot], generation[slot], position_of, num_lanes, span, start_of, is_finished, updated_at,
+            totals, largest,
+        )  # fmt: skip
         ratio = 1.0
         if whole > 0:
             first = min(max(first, 0), capacity)

@@ -2,8 +2,8 @@
 
 ``draws``, int32 [slots, 4], has for each slot the number of its last draw since it was written (0: none), how many
 draws wait for their updates, and the same for the draws before that write. A draw waits while at most ``WINDOW`` others
-follow. Without write stamps, as many updates of a slot are late as draws waited when it was written. Slots out of range
-are skipped.
+follow. Without write stamps, as many updates of a slot are late as draws waited when it was written. ``drawn`` and
+``record`` skip slots out of range; in ``update`` they are invalid.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def update(
         draws: see above.
         num_draws: see :func:`drawn`.
         d: priority max(|δ| + eps, smallest) of each slot, float32.
-        largest: the largest priority so far, also of rows that a later one of the same slot replaces, float64 [1].
+        largest: the largest d so far, also of rows that a later one of the same slot replaces, float64 [1].
         counts: the numbers of late and of invalid rows so far, int64 [2].
         limit: the largest d that is valid, float64 [1].
         eps: see ``d``.
@@ -147,7 +147,7 @@ def update(
             and were never drawn.
         is_own: True if the rows are those of the last write: none is late.
         kept: the slots that were updated, each once, and -1 in the other rows; int64 [n].
-        kept_d: their priorities, float32 [n].
+        kept_d: their priorities, and 0 in the other rows; float32 [n].
         result: why the update is refused, or 0; and the row, or the number of rows in ``kept``, which come first.
     """
     size, has_stamps = generation.shape[0], stamp.shape[0] > 0
@@ -200,13 +200,11 @@ def update(
     counts[1] += invalid
     count = 0
     for row in range(slots.shape[0]):
-        slot = kept[row]
-        if slot < 0 or d[slot] != np.float32(row):
-            kept[row] = -1
-            continue
-        kept[row] = -1
-        kept[count], kept_d[count] = slot, kept_d[row]
-        count += 1
+        slot, priority = kept[row], kept_d[row]
+        kept[row], kept_d[row] = -1, 0
+        if slot >= 0 and d[slot] == np.float32(row):
+            kept[count], kept_d[count] = slot, priority
+            count += 1
     for place in range(count):
         d[kept[place]] = kept_d[place]
     result[1] = count

@@ -49,7 +49,7 @@ def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
 def write_all(leaves, nodes, minima, pages, capacity, index, change):
     """Set the leaves ``index`` [n] to ``change`` [n], which holds the changes afterwards.
 
-    Each level is one short loop, so that the cache misses of the rows overlap.
+    Each level of sums is one short loop, so that the cache misses of the rows overlap.
     """
     before = np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
@@ -118,10 +118,13 @@ def _sum(entries, first):
 
 @part
 def _refresh_minima(leaves, minima, pages, capacity, index, before):
-    """Bring the minima above the leaves ``index`` [n] up to date; ``before``: the former masses of these leaves."""
+    """Bring the minima, which were right before, up to date.
+
+    ``index`` [n] are the leaves that were set, and ``before`` their masses at that time.
+    """
     lowest = minima.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
     rows, count = np.empty(index.shape[0], np.int64), 0
-    # nearly all rows change no minimum; to find the others without branches lets their cache misses overlap
+    # Nearly all rows change no minimum. This loop finds the others with few branches: their cache misses overlap.
     for row in range(index.shape[0]):
         if index[row] < 0 or index[row] >= capacity:
             continue

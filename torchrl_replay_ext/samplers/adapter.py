@@ -57,7 +57,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             :class:`~torchrl_replay_ext.annealing.Hyperparameter` that the distribution reads; their schedules count
             updates. ``"beta"`` is the exponent of the weights; without it, batches have none.
         eps, min_priority, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
-            Defaults: 0.0, 0.0, ``"absolute"`` and False.
+            Defaults: 0.0, 0.0, ``"squared"`` and False.
         validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
     """
 
@@ -87,7 +87,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         hyperparameters: Mapping[str, float | Anneal | Hyperparameter],
         eps: float = 0.0,
         min_priority: float = 0.0,
-        td_error: TDError = "absolute",
+        td_error: TDError = "squared",
         max_priority_within_buffer: bool = False,
         validate: bool = False,
     ):
@@ -363,10 +363,10 @@ class DistributionSampler(ShowsArguments, Sampler):
                 of the last write is always applied.
 
         Raises:
-            ValueError: if a TD error is negative or not finite, or the shapes do not match.
-            IndexError: if a slot is out of range or empty. After an error the state is unchanged. A traced step, and an
-                accelerator without ``validate``, raise no error: such rows change nothing and are counted in
-                :meth:`stats`.
+            ValueError: if a TD error is negative, not finite or too large, or the shapes do not match.
+            IndexError: if a slot is out of range, or empty and never drawn. After an error the state is unchanged. A
+                traced step, and an accelerator without ``validate``, raise no error: such rows change nothing and are
+                counted in :meth:`stats`.
         """
         if not self.distribution.takes_priorities:
             return

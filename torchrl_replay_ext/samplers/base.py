@@ -82,14 +82,16 @@ class ShardRows(NamedTuple):
 
 
 class Distribution(WriteObserver, ABC):
-    """A probability distribution over slots. It does not access the storage.
+    """A probability distribution over slots. Only ``insert`` reads stored rows.
 
-    A subclass defines :meth:`draw` and :meth:`density`, and for state of its own ``insert``, ``remove``, ``clear`` and
-    ``tensors``, see :class:`~torchrl_replay_ext.core.write_observer.WriteObserver`. A short one is
+    A subclass sets ``self._log`` to its ``log`` and defines :meth:`draw` and :meth:`density`; if draws depend on TD
+    errors, :meth:`update`; and for state of its own ``insert``, ``remove``, ``clear`` and ``tensors``, see
+    :class:`~torchrl_replay_ext.core.write_observer.WriteObserver`. A short one is
     :class:`~torchrl_replay_ext.samplers.recency.Recency`.
 
-    In graphs (``log.layout.for_graphs``), no method except :meth:`insert` may branch on the values of tensors: a graph
-    has none. On accelerators, methods should not read values either: the host must wait for the device.
+    In graphs (``log.layout.for_graphs``), no method may branch on the values of tensors, because a graph has none;
+    ``insert`` may if ``writes_in_graphs`` is False. On accelerators, methods should not read values either: the host
+    must wait for the device.
     """
 
     # True if the writer fills the slots in the order of the ring; False for pinned event tables, which choose the slots

@@ -169,9 +169,11 @@ def _update(
         keeps = usable & (is_late == 0)
         add(counts, tl.sum((usable & is_late).to(tl.int64), axis=0))
         add(counts + 1, tl.sum((is_real & (reason != 0)).to(tl.int64), axis=0))
-        best = tl.maximum(best, tl.max(tl.where(keeps, priority, 0.0), axis=0))
+        # as it is stored, in float32
+        priority = priority.to(tl.float32)
+        best = tl.maximum(best, tl.max(tl.where(keeps, priority, 0.0), axis=0).to(tl.float64))
         tl.store(kept + rows, tl.where(keeps, slot, -1), mask=rows < count)
-        tl.store(kept_d + rows, tl.where(keeps, priority, 0.0).to(tl.float32), mask=rows < count)
+        tl.store(kept_d + rows, tl.where(keeps, priority, 0.0), mask=rows < count)
         # the last row of a slot leaves the largest mark
         tl.atomic_max(d_bits + slot, rows + _MARK, mask=keeps)
     for start in range(0, count, num_rows):
