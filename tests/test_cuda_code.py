@@ -14,7 +14,16 @@ import torch
 
 from recipes.common import update as updates
 from recipes.common.cli import DONE
-from tests import test_kernels
+from tests.kernels import (
+    implementations,
+    test_episode_kernels,
+    test_event_kernels,
+    test_frame_kernels,
+    test_rank_kernels,
+    test_reaper_kernels,
+    test_row_kernels,
+    test_tree_kernels,
+)
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.recipes.runs import composed
@@ -109,30 +118,32 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(ops.Kernel, "__call__", on_both)
     monkeypatch.setattr("torchrl_replay_ext.core.lanes.is_traced", lambda: True)
-    run = test_kernels.plainly
+    run = implementations.plainly
     for flag in (False, True):
-        test_kernels.test_all_implementations_write_the_same(run, 257, flag)
-        test_kernels.test_all_implementations_read_the_same(run, 257, flag)
-        test_kernels.test_all_implementations_write_the_same_episodes(run, flag, 3)
-        test_kernels.test_all_implementations_write_the_same_slices(run, flag, 3, flag, "episode" if flag else "any")
-        test_kernels.test_all_implementations_have_the_same_reliability(run, flag, 3)
-        test_kernels.test_all_implementations_find_the_same_smallest_density(run, 0.5, flag, 3)
-        test_kernels.test_all_implementations_draw_the_same_by_reliability(run, 0.5, 4 * flag)
-    test_kernels.test_all_implementations_track_the_same_maximum(run, 257)
-    test_kernels.test_all_implementations_have_the_same_ranks(run)
-    test_kernels.some_ranks(40).rebuild(torch.rand(40), torch.ones(40, dtype=torch.bool))
-    test_kernels.test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run)
+        test_tree_kernels.test_all_implementations_write_the_same(run, 257, flag)
+        test_tree_kernels.test_all_implementations_read_the_same(run, 257, flag)
+        test_episode_kernels.test_all_implementations_write_the_same_episodes(run, flag, 3)
+        test_episode_kernels.test_all_implementations_write_the_same_slices(
+            run, flag, 3, flag, "episode" if flag else "any"
+        )
+        test_reaper_kernels.test_all_implementations_have_the_same_reliability(run, flag, 3)
+        test_reaper_kernels.test_all_implementations_find_the_same_smallest_density(run, 0.5, flag, 3)
+        test_reaper_kernels.test_all_implementations_draw_the_same_by_reliability(run, 0.5, 4 * flag)
+    test_tree_kernels.test_all_implementations_track_the_same_maximum(run, 257)
+    test_rank_kernels.test_all_implementations_have_the_same_ranks(run)
+    test_rank_kernels.some_ranks(40).rebuild(torch.rand(40), torch.ones(40, dtype=torch.bool))
+    test_rank_kernels.test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run)
     for retention, allocation in (("ring", "systematic"), ("pinned", "multinomial"), ("ring", "largest_remainder")):
-        test_kernels.test_all_implementations_draw_the_same_from_tables(run, retention, allocation)
+        test_event_kernels.test_all_implementations_draw_the_same_from_tables(run, retention, allocation)
     for shape in ((3, 2), (4, 2)):
-        test_kernels.test_all_implementations_store_the_same_frames(run, 3, shape, monkeypatch)
+        test_frame_kernels.test_all_implementations_store_the_same_frames(run, 3, shape, monkeypatch)
     for kind in (torch.int64, torch.float64):
-        test_kernels.test_all_implementations_of_rows_do_the_same(run, kind)
-    tree, power = test_kernels.a_tree(257), (torch.ones(4), torch.ones(1, dtype=torch.float64))
+        test_row_kernels.test_all_implementations_of_rows_do_the_same(run, kind)
+    tree, power = implementations.a_tree(257), (torch.ones(4), torch.ones(1, dtype=torch.float64))
     ops.tree_write_power(*tree.views(), torch.arange(4), *power)
-    assert called == {kernel._name for kernel in test_kernels.KERNELS if launches(kernel)}
+    assert called == {kernel._name for kernel in implementations.KERNELS if launches(kernel)}
 
 
 def test_kernels_in_the_interpreter_of_triton():
-    tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
+    tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("kernels"))]
     subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)

@@ -383,7 +383,8 @@ def draw(
     # short loops, so that the cache misses of the rows overlap
     for row in range(rows):
         slots[row] = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
-    mixture(slots, per_mass, leaves, places, probability)
+    mixture(slots, per_mass, leaves, places, density)
     for row in range(rows):
-        k = table[row]
-        density[row] = probability[row] if is_mixed else mass[row] * (counts[k] / max(total[k], 1))
+        k, probability[row] = table[row], density[row]
+        if not is_mixed:
+            density[row] = mass[row] * (counts[k] / max(total[k], 1))

@@ -1,0 +1,85 @@
+"""What the tests of kernels share: the implementations, and states to compare."""
+
+import os
+
+import pytest
+import torch
+
+from torchrl_replay_ext import SumTree
+from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.kernels import ops
+from torchrl_replay_ext.samplers.rows import EpisodeReader
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+KERNELS = [kernel for kernel in vars(ops).values() if isinstance(kernel, ops.Kernel)]
+ON_DEVICE = pytest.param(
+    "device",
+    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+WAYS = ["interpreter"] if INTERPRETED else ["python", "operation", ON_DEVICE]
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels only")
+CAPACITIES = [1, 16, 17, 257]
+# rows of a draw that is compared with its distribution
+ROWS = 400 if INTERPRETED else 800
+
+
+def as_operation(kernel, *arguments):
+    kernel._operation(*map(ops.as_tensor, arguments))
+
+
+def as_interpreted(kernel, *arguments):
+    kernel._on_cuda(*map(ops.as_tensor, arguments))
+
+
+def on_device(kernel, *arguments):
+    """Run the kernel on the device, with copies of its arguments; on the CPU if it has no version for CUDA."""
+    here = [*map(ops.as_tensor, arguments)]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel._operation.name(), "CUDA"):
+        return kernel._on_cpu(*here)
+    copies = {id(each): (each, each.cuda()) for each in here if isinstance(each, torch.Tensor)}
+    kernel._operation(*[copies.get(id(each), (None, each))[1] for each in here])
+    for own, copy_of_it in copies.values():
+        own.copy_(copy_of_it)
+
+
+def scramble(*tensors):
+    """Fill tensors with any numbers, as damaged states may hold."""
+    for tensor in tensors:
+        most = 2 ** (30 if tensor.dtype == torch.int32 else 50)
+        tensor.copy_(torch.randint(-most, most, tensor.shape))
+
+
+def a_tree(capacity, paged=False):
+    blocks = capacity // SumTree.PAGE + 1
+    tree = SumTree(capacity, track_min=True, num_pages=blocks if paged else None)
+    tree.pages.copy_(torch.randperm(blocks)[: len(tree.pages)])
+    tree.write(torch.arange(capacity), torch.randint(0, 2**40, (capacity,)))
+    return tree
+
+
+def assert_equal(first, second):
+    for name, ours in vars(first).items():
+        assert not isinstance(ours, torch.Tensor) or torch.equal(ours, vars(second)[name])
+
+
+def plainly(function, *arguments):
+    return function(*arguments)
+
+
+plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
+
+
+def assert_same_tensors(first, second):
+    for (name, ours), theirs in zip(first.items(), second.values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def a_log(size, lanes, assigned):
+    return WriteLog(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
+
+
+def a_reader(lanes):
+    return EpisodeReader(
+        "tests", num_streams=lanes, done_key="done", traj_key="trajectory", init_key="initial", on_load="continue"
+    )

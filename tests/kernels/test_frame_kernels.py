@@ -1,0 +1,98 @@
+"""Kernels of frame stacks and of adaptive conditions."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.implementations import INTERPRETED, not_interpreted, plainly
+from tests.stacks import StackedStreams
+from torchrl_replay_ext import Novel, Quantile
+from torchrl_replay_ext.core.frame_pool import FramePool
+
+
+def tensors_of(pool):
+    return [tensor for tensor in vars(pool).values() if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (4, 2)])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_all_implementations_store_the_same_frames(run, depth, shape, monkeypatch):
+    """Against a dict of what was written. Every third write is one of a graph, which stores what it cannot refuse."""
+    pool = FramePool(20, 20, num_stacked=depth, shape=shape, num_streams=4)
+    other, streams = copy.deepcopy(pool), StackedStreams(5, depth=depth, lost=0.1, still=0.3, shape=shape)
+    written, outcomes = {}, set()
+    for number in range(10 if INTERPRETED else 40):
+        monkeypatch.setattr("torchrl_replay_ext.core.frame_pool.is_traced", lambda number=number: number % 3 == 2)
+        data, lost = streams.chunk("any", 1 + number % 9), int(pool.counts[0])
+        before, after = data["observation"], data["next", "observation"]
+        if number % 10 > 7:
+            after[-1] = 255 - after[-1]
+        slots, apart = torch.randperm(20)[: len(data)], len(data) - 1 if depth > 1 and number % 10 > 7 else -1
+        for each, call in ((pool, plainly), (other, run)):
+            outcome = None
+            try:
+                call(each.write, slots, before, after, data["collector", "traj_ids"])
+            except (RuntimeError, ValueError) as error:
+                outcome = str(error)
+                assert f"row {apart} of" in outcome if apart >= 0 else "need all" in outcome
+            outcomes.add(outcome)
+        for ours, theirs in zip(tensors_of(pool), tensors_of(other), strict=True):
+            assert torch.equal(ours, theirs)
+        other.check_valid()
+        for row, slot in enumerate(slots.tolist() if outcome is None else ()):
+            written[slot] = torch.cat([before[row], after[row, -1:]]) if int(pool.counts[0]) == lost else None
+        for slot, frames in written.items():
+            assert frames is None or torch.equal(run(other.read, torch.tensor(slot)), frames)
+    assert None in outcomes and len(outcomes) > 1
+    assert pool.counts[0] > 0 and (pool.counts[1] > 0) == (depth > 1)
+
+
+def test_frames_stay_in_range_whatever_the_state_holds(run, monkeypatch):
+    streams = StackedStreams(5, depth=3)
+    for seed in range(2 if INTERPRETED else 20):
+        torch.manual_seed(seed)
+        pool = FramePool(20, 40, num_stacked=3, shape=(3, 2), num_streams=4)
+        for tensor in tensors_of(pool)[1:]:
+            tensor.copy_(torch.randint(-(2**30), 2**30, tensor.shape))
+        monkeypatch.setattr("torchrl_replay_ext.core.frame_pool.is_traced", lambda seed=seed: seed % 2 == 1)
+        data, slots = streams.chunk("any", 15), torch.randint(-5, 25, (15,))
+        rows = slots, data["observation"], data["next", "observation"], data["collector", "traj_ids"]
+        try:
+            run(pool.write, *rows)
+        except RuntimeError as error:
+            assert "need all" in str(error)
+            continue
+        ids = pool._ids[slots.clamp(0, 19)]
+        assert int(ids.min()) >= 0 and int(ids.max()) <= 40
+
+
+@not_interpreted
+def test_all_implementations_judge_events_alike(run):
+    values, codes = torch.randint(0, 40, (300,)).double(), torch.randint(0, 60, (300,))
+    found = []
+    for call in (plainly, run):
+        quantile, novel = Quantile("x", 0.8, window=50), Novel("x", 2, width=16)
+        numbers, sketch = quantile.memory(), novel.memory()
+        above = [call(quantile.detect, part.view(torch.int64).numpy(), numbers) for part in values.chunk(7)]
+        rare = [call(novel.detect, part.numpy(), sketch) for part in codes.chunk(7)]
+        found.append([*above, *rare, *numbers.values(), *sketch.values()])
+    for mine, other in zip(*found, strict=True):
+        assert np.array_equal(mine, other)
+
+
+@not_interpreted
+def test_memories_that_hold_anything_are_changed_within_their_bounds(run):
+    quantile = Quantile("x", 0.8, window=50)
+    for count in (-(2**40), -1, 0, 30, 50, 2**40):
+        memory = quantile.memory()
+        # views, whose surroundings must not change
+        around = {name: torch.full((len(tensor) + 20,), -7, dtype=tensor.dtype) for name, tensor in memory.items()}
+        inside = {name: tensor[10:-10] for name, tensor in around.items()}
+        inside["recent"].copy_(torch.randn(50))
+        inside["ordered"].copy_(torch.randn(50))
+        inside["count"].fill_(count)
+        run(quantile.detect, torch.randn(200, dtype=torch.float64).view(torch.int64).numpy(), inside)
+        for tensor in around.values():
+            assert (tensor[:10] == -7).all() and (tensor[-10:] == -7).all()
