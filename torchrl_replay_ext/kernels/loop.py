@@ -38,7 +38,8 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     except RuntimeError:
         # neither the folder of the package nor the user's cache folder can be written to
         return numba.njit(**options)(function)
+    # a later release of Numba may have no such attributes; a test fails then
     file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if file is not None:
-        file._source_stamp = _SOURCES
+        vars(file)["_source_stamp"] = _SOURCES
     return compiled
