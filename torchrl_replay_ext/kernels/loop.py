@@ -38,8 +38,8 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     except RuntimeError:
         # neither the folder of the package nor the user's cache folder can be written to
         return numba.njit(**options)(function)
-    # a later release of Numba may have no such attributes; a test fails then
-    file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    # a later release of Numba may keep its stamp elsewhere; a test fails then
+    file = vars(vars(compiled).get("_cache", compiled)).get("_cache_file")
     if file is not None:
         vars(file)["_source_stamp"] = _SOURCES
     return compiled
