@@ -24,7 +24,7 @@ from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
 # not run yet; atari10 takes years of a CPU
-NOT_RUN = ("acer_mujoco", "atari10", "reaper_sac_lunarlander")
+NOT_RUN = ("acer_mujoco", "atari10")
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
 
@@ -405,6 +405,7 @@ OTHER_BASELINES = {
     "deepsea12": ["per"],
     "minatar": ["per"],
     "reaper_td3_lunarlander": ["per"],
+    "reaper_sac_lunarlander": ["per"],
     "acer_ratios": ["replay ratio 0", "replay ratio 1", "replay ratio 8"],
     "acer_baselines": ["ACER, learning rate .009", "A3C, learning rate .001"],
     "acer_invertedpendulum": ["ACER, learning rate .003", "A3C, learning rate .003"],
