@@ -253,6 +253,8 @@ class EpisodeIndex(WriteObserver):
         self._episode_sums.check_valid()
         self.lanes.check_valid()
         check_counts("EpisodeIndex", self._lane_next, self._updated_at)
+        if bool((self._updated_at > self._log.num_writes).any()):
+            raise AssertionError("EpisodeIndex: an episode was updated after the last write")
         # from the slot after the last write on, the slots of the ring are in time order
         layout, num_lanes, span = self._log.layout, self.lanes.num_lanes, self._span
         slots = layout.slots_from((int(self._log.last_seen_step) + 1) % layout.steps, layout.size)
