@@ -45,11 +45,12 @@ def as_index(numbers: Array) -> Array:
     array = numbers.numpy() if isinstance(numbers, Tensor) and values_can_be_read(numbers) else numbers
     if isinstance(array, (Tensor, slice)) or not len(array):
         return array
-    first, end = int(array[0]), int(array[-1]) + 1
-    if end - first != len(array):
-        return array
     if len(array) <= FEW:
-        is_range = array.tolist() == [*range(first, end)]
+        # Python's numbers are read in less time than those of the array
+        numbers = array.tolist()
+        first, end = numbers[0], numbers[0] + len(numbers)
+        is_range = numbers == [*range(first, end)]
     else:
+        first, end = int(array[0]), int(array[0]) + len(array)
         is_range = np.array_equal(array, np.arange(first, end))
     return slice(first, end) if is_range else array
