@@ -117,11 +117,13 @@ class PriorityUpdates:
     def _real_rows(self, slots: Tensor) -> Tensor | None:
         """False for padded rows of an update of ``slots`` [n] without stamps, bool [n]; None: no row is padded."""
         memory = slots.untyped_storage().data_ptr()
-        for drawn, is_real in reversed(self._padded):
+        # a copy, because another thread may draw at the same time
+        padded = [*self._padded][::-1]
+        for drawn, is_real in padded:
             if drawn.untyped_storage().data_ptr() == memory:
                 begin = slots.storage_offset() - drawn.storage_offset()
                 return is_real.as_strided(slots.shape, slots.stride(), begin).contiguous()
-        return next((is_real for drawn, is_real in reversed(self._padded) if torch.equal(drawn, slots)), None)
+        return next((is_real for drawn, is_real in padded if torch.equal(drawn, slots)), None)
 
     def apply(self, index: Any, slots: Tensor, error: Tensor, stamp: Tensor | None) -> None:
         """Set priorities from TD errors.
