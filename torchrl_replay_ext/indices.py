@@ -47,10 +47,10 @@ def as_index(numbers: Array) -> Array:
         return array
     if len(array) <= FEW:
         # Python's numbers are read in less time than those of the array
-        numbers = array.tolist()
-        first, end = numbers[0], numbers[0] + len(numbers)
-        is_range = numbers == [*range(first, end)]
+        listed = array.tolist()
+        first = listed[0]
+        is_range = listed == [*range(first, first + len(listed))]
     else:
-        first, end = int(array[0]), int(array[0]) + len(array)
-        is_range = np.array_equal(array, np.arange(first, end))
-    return slice(first, end) if is_range else array
+        first = int(array[0])
+        is_range = np.array_equal(array, np.arange(first, first + len(array)))
+    return slice(first, first + len(array)) if is_range else array

@@ -171,6 +171,7 @@ def update(
             result[0], result[1] = reason, row
             return
         if reason:
+            # only counted, in the next loop
             kept[row] = -2
         else:
             kept[row], kept_d[row] = slot, priority
