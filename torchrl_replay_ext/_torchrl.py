@@ -296,11 +296,12 @@ def updates_anchors(sampler: Sampler, storage: Any) -> bool:
 
     TorchRL's own buffers do this if they draw sequences. A CompilableReplayBuffer passes write stamps instead.
     """
+    for each in storage._attached_entities_list:
+        if getattr(each, "_sample_unit", None) is not None:
+            buffer = _buffer_of(sampler, storage)
+            return expands_draws(buffer) and not getattr(buffer, "passes_stamps", False)
     # most buffers draw no sequences
-    if all(getattr(each, "_sample_unit", None) is None for each in storage._attached_entities_list):
-        return False
-    buffer = _buffer_of(sampler, storage)
-    return expands_draws(buffer) and not getattr(buffer, "passes_stamps", False)
+    return False
 
 
 def count_sample(buffer: Any, num_rows: int) -> None:

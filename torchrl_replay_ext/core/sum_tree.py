@@ -207,7 +207,7 @@ class SumTree:
 
     def raise_if_empty(self, nodes: Array) -> None:
         """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators. ``nodes``: of the views."""
-        if isinstance(nodes, np.ndarray) and nodes[0] == 0:
+        if type(nodes) is np.ndarray and not nodes.item(0):
             raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:

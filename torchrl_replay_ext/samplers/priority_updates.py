@@ -95,6 +95,8 @@ class PriorityUpdates:
             *masses,
             self.counts[:0].clone(),
         )
+        # True if more than the kernel changes has to follow priorities
+        self._has_followers = priorities.within_buffer or type(distribution).update is not Distribution.update
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
 
@@ -166,10 +168,10 @@ class PriorityUpdates:
             if reason:
                 raise self._refusal(reason, slots, error, row=number)
             count = number
-        if not isinstance(kept, Tensor):
-            # on the CPU, the rows that are kept come first
-            kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])
-        if count:
+        if count and (self._has_followers or self._distribution.restricted_to is not None):
+            if not isinstance(kept, Tensor):
+                # on the CPU, the rows that are kept come first
+                kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])
             if self._priorities.within_buffer:
                 self._priorities.recount(kept)
             self._distribution.update(kept, d)
