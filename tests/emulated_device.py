@@ -138,7 +138,7 @@ class EmulatedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: int) -> Any:
         return EmulatedTensor, (self.values.detach(), self.requires_grad)
 
-    def __repr__(self, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]: torch passes contents
+    def __repr__(self, **_: Any) -> str:
         return f"EmulatedTensor({self.values})"
 
     @classmethod
@@ -162,7 +162,7 @@ class EmulatedGenerator(torch.Generator):
         return generator
 
     @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]: a plain attribute in torch
+    def device(self) -> torch.device:
         return torch.device(NAME, 0)
 
 

@@ -258,4 +258,4 @@ def test_the_estimator_refuses_other_batches():
 
 def test_shifted_is_a_bool():
     with pytest.raises(TypeError, match=r"RetraceEstimator\(shifted=1\)"):
-        RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy", shifted=1)  # pyright: ignore
+        RetraceEstimator(gamma=GAMMA, value_network=critic(), policy="greedy", shifted=1)
