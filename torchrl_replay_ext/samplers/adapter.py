@@ -322,6 +322,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         tensors = self.distribution.tensors()
         for name in self.distribution.settings:
             tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype))
+        self.distribution.rebuild()
         for name, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
         self.state.updates.hyperparameters_changed()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
@@ -15,7 +14,7 @@ _OWNER = "EventTableSampler"
 
 
 class TableShares:
-    """η of each table, constant or on a linear schedule that counts batches. The state is one tensor.
+    """η of each table, constant or on a linear schedule that counts batches.
 
     Args:
         names: names of the tables.
@@ -27,12 +26,10 @@ class TableShares:
         self._names, self._may_anneal = names, may_anneal
         # rows: current value; start; end of the schedule; number of batches so far (first) and in the schedule (last)
         self.state = torch.zeros(4, len(names), dtype=torch.float64)
+        # η of each table, float64 [tables]; a copy, because torch takes no input of a graph as static if two of them
+        # have the same memory
+        self.current = self.state[0].clone()
         self.set(eta)
-
-    @property
-    def current(self) -> Tensor:
-        """η of each table, float64 [tables]."""
-        return self.state[0]
 
     def as_dict(self) -> dict[str, float]:
         """η of each table, by name."""
@@ -86,10 +83,12 @@ class TableShares:
             steps[:1].add_(1)
             done = (steps[:1] / steps[-1:]).clamp_max(1.0)
             current.copy_(start + done * (end - start))
+            self.current.copy_(current)
 
     def rebuild(self) -> None:
         """Recompute derived state after :attr:`state` was replaced."""
         self._is_annealed = not torch.equal(self.state[1], self.state[2])
+        self.current.copy_(self.state[0])
 
     def check_valid(self) -> None:
         """Raise AssertionError if η is out of range, or the schedule has no length."""
@@ -99,4 +98,4 @@ class TableShares:
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
-        self.state = self.state.to(device)
+        self.state, self.current = self.state.to(device), self.current.to(device)
