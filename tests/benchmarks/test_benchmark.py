@@ -1,3 +1,5 @@
+"""What the benchmark measures, its tables, and the errors of its options."""
+
 import csv
 import math
 import subprocess

@@ -1,6 +1,7 @@
 """What the tests of kernels share: the implementations, and states to compare."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -58,9 +59,13 @@ def a_tree(capacity, paged=False):
     return tree
 
 
-def assert_equal(first, second):
-    for name, ours in vars(first).items():
-        assert not isinstance(ours, torch.Tensor) or torch.equal(ours, vars(second)[name])
+# of tensors and arrays, also in dicts and sequences
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+def tensors_of(part):
+    """The tensors of an object by name."""
+    return {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
 
 
 def plainly(function, *arguments):
@@ -68,11 +73,6 @@ def plainly(function, *arguments):
 
 
 plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
-
-
-def assert_same_tensors(first, second):
-    for (name, ours), theirs in zip(first.items(), second.values(), strict=True):
-        assert torch.equal(ours, theirs), name
 
 
 def a_log(size, lanes, assigned):

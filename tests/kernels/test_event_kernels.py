@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.implementations import not_interpreted, plainly
+from tests.kernels.implementations import assert_equal, not_interpreted, plainly
 from torchrl_replay_ext import EventSpec, EventTables, SumTree
 from torchrl_replay_ext.functional import allocate
 from torchrl_replay_ext.functional.allocation import METHODS
@@ -63,8 +63,7 @@ def test_all_implementations_fill_the_same_tables(run, retention, num_lanes):
             before = [call(earlier, tables, episode) for episode in episodes[:2]]
             found.append([slots, episodes, before, *tables.arrays()])
             call(tables.check_valid)
-        for mine, other in zip(*found, strict=True):
-            assert np.array_equal(mine, other)
+        assert_equal(*found)
 
 
 @not_interpreted

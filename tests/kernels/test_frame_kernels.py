@@ -2,18 +2,13 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 
-from tests.kernels.implementations import INTERPRETED, not_interpreted, plainly
+from tests.kernels.implementations import INTERPRETED, assert_equal, not_interpreted, plainly, tensors_of
 from tests.stacks import StackedStreams
 from torchrl_replay_ext import Novel, Quantile
 from torchrl_replay_ext.core.frame_pool import FramePool
-
-
-def tensors_of(pool):
-    return [tensor for tensor in vars(pool).values() if isinstance(tensor, torch.Tensor)]
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (4, 2)])
@@ -38,8 +33,7 @@ def test_all_implementations_store_the_same_frames(run, depth, shape, monkeypatc
                 outcome = str(error)
                 assert f"row {apart} of" in outcome if apart >= 0 else "need all" in outcome
             outcomes.add(outcome)
-        for ours, theirs in zip(tensors_of(pool), tensors_of(other), strict=True):
-            assert torch.equal(ours, theirs)
+        assert_equal(tensors_of(pool), tensors_of(other))
         other.check_valid()
         for row, slot in enumerate(slots.tolist() if outcome is None else ()):
             written[slot] = torch.cat([before[row], after[row, -1:]]) if int(pool.counts[0]) == lost else None
@@ -54,7 +48,7 @@ def test_frames_stay_in_range_whatever_the_state_holds(run, monkeypatch):
     for seed in range(2 if INTERPRETED else 20):
         torch.manual_seed(seed)
         pool = FramePool(20, 40, num_stacked=3, shape=(3, 2), num_streams=4)
-        for tensor in tensors_of(pool)[1:]:
+        for tensor in [*tensors_of(pool).values()][1:]:
             tensor.copy_(torch.randint(-(2**30), 2**30, tensor.shape))
         monkeypatch.setattr("torchrl_replay_ext.core.frame_pool.is_traced", lambda seed=seed: seed % 2 == 1)
         data, slots = streams.chunk("any", 15), torch.randint(-5, 25, (15,))
@@ -78,8 +72,7 @@ def test_all_implementations_judge_events_alike(run):
         above = [call(quantile.detect, part.view(torch.int64).numpy(), numbers) for part in values.chunk(7)]
         rare = [call(novel.detect, part.numpy(), sketch) for part in codes.chunk(7)]
         found.append([*above, *rare, *numbers.values(), *sketch.values()])
-    for mine, other in zip(*found, strict=True):
-        assert np.array_equal(mine, other)
+    assert_equal(*found)
 
 
 @not_interpreted

@@ -10,7 +10,8 @@ from tests.reference import Draws
 from torchrl_replay_ext import SumTree
 from torchrl_replay_ext.kernels import ops, reasons
 
-SLOTS, LIMIT = 20, 50.0
+SLOTS, LIMIT, EPS, LEAST = 20, 50.0, 0.01, 0.1
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 class RowState:
@@ -51,17 +52,17 @@ class RowState:
             self.priority[slot] = -self.greatest * stays
             self.waits.write(slot)
 
-    def update(self, slots, error, stamp, real, *, squared, refuses, is_own, eps=0.01, least=0.1):
+    def update(self, slots, error, stamp=NONE, real=NONE, *, squared=False, refuses=True, is_own=False):
         kept, kept_d, result = torch.empty_like(slots), torch.empty_like(error), torch.zeros(2, dtype=torch.int64)
         state = self.generation, self.draws, self.num_draws, self.d, self.largest, self.counts, self.limit
         tree = *self.tree.views(), self.alpha
         given = slots, error, stamp, real, True, refuses, is_own
-        self.run(ops.rows_update, *state, eps, least, squared, *tree, *given, kept, kept_d, result)
+        self.run(ops.rows_update, *state, EPS, LEAST, squared, *tree, *given, kept, kept_d, result)
         known = [bool(r) for r in real.tolist()] if len(real) else [True] * len(slots)
         stamps = stamp.tolist() if len(stamp) else None
         rows = [i for i in range(len(slots)) if known[i] and (stamps is None or stamps[i] >= 0)]
         slot, errors = slots.tolist(), error.tolist()
-        priority = {i: max((errors[i] ** 0.5 if squared else errors[i]) + eps, least) for i in rows if errors[i] >= 0}
+        priority = {i: max((errors[i] ** 0.5 if squared else errors[i]) + EPS, LEAST) for i in rows if errors[i] >= 0}
         why = {i: reasons.OUT_OF_RANGE for i in rows if not 0 <= slot[i] < SLOTS}
         why |= {i: reasons.INVALID for i in rows if i not in why and not priority.get(i, math.inf) <= LIMIT}
         if refuses:
@@ -141,12 +142,10 @@ def test_draws_wait_for_a_limited_time(run):
     rows.record(torch.tensor([0, 1]), True)
     rows.num_draws += reasons.WINDOW
     rows.waits.number += reasons.WINDOW
-    nothing = torch.empty(0, dtype=torch.int64)
-    how = {"squared": False, "refuses": True, "is_own": False}
-    rows.update(torch.tensor([1]), torch.ones(1), nothing, nothing, **how)
+    rows.update(torch.tensor([1]), torch.ones(1))
     rows.num_draws += 1
     rows.waits.number += 1
-    rows.update(torch.tensor([0, 1]), torch.ones(2), nothing, nothing, **how)
+    rows.update(torch.tensor([0, 1]), torch.ones(2))
     rows.check()
     assert rows.dropped == 1
 
@@ -155,9 +154,7 @@ def test_more_rows_than_are_processed_together(run):
     """Of the rows of a slot the last one wins, wherever it is in the batch."""
     rows = RowState(run)
     rows.record(torch.arange(SLOTS), True)
-    nothing = torch.empty(0, dtype=torch.int64)
     slots = torch.randint(SLOTS, (3000,))
     rows.draw(slots, torch.ones(3000).double())
-    how = {"squared": False, "refuses": True, "is_own": False}
-    rows.update(slots, 10 * torch.rand(3000), nothing, nothing, **how)
+    rows.update(slots, 10 * torch.rand(3000))
     rows.check()

@@ -25,33 +25,24 @@ def randn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("trunk", [True, False])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_is_equation_13(trunk, shape):
-    network = make(StochasticDuelingNetwork, trunk=trunk)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_a_loop(kind, shape, trunk):
+    """Eq. 13, or a network for Q alone."""
+    network = make(kind, trunk=trunk)
     observation, actions, samples = randn(*shape, OBSERVATION), randn(*shape, 3, ACTION), randn(*shape, 4, ACTION)
     q, v = network(observation, actions, samples)
     assert q.shape == (*shape, 3, 1)
     assert v.shape == (*shape, 1)
+    assert torch.equal(network.state_value(observation), v)
     for place in itertools.product(*map(range, shape)):
         features = network.trunk(observation[place])
         value = network.value_net(features)
-        advantage = [network.advantage_net(torch.cat([features, a])) for a in actions[place]]
-        mean = sum(network.advantage_net(torch.cat([features, u])) for u in samples[place]) / 4
+        beside = network.action_value_net if kind is SeparateValueNetworks else network.advantage_net
+        expected = torch.stack([beside(torch.cat([features, a])) for a in actions[place]])
+        if kind is StochasticDuelingNetwork:
+            expected += value - sum(beside(torch.cat([features, u])) for u in samples[place]) / 4
         torch.testing.assert_close(v[place], value)
-        torch.testing.assert_close(q[place], torch.stack([value + a - mean for a in advantage]))
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_separate_networks(shape):
-    network = make(SeparateValueNetworks)
-    observation, actions = randn(*shape, OBSERVATION), randn(*shape, 3, ACTION)
-    q, v = network(observation, actions, randn(*shape, 4, ACTION))
-    assert v.shape == (*shape, 1)
-    for place in itertools.product(*map(range, shape)):
-        features = network.trunk(observation[place])
-        expected = [network.action_value_net(torch.cat([features, a])) for a in actions[place]]
-        torch.testing.assert_close(q[place], torch.stack(expected))
-        torch.testing.assert_close(v[place], network.value_net(features))
-    assert torch.equal(network(observation, actions, randn(*shape, 1, ACTION))[0], q)
+        torch.testing.assert_close(q[place], expected)
 
 
 def test_the_mean_of_q_is_v():
@@ -66,25 +57,19 @@ def test_the_mean_of_q_is_v():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_value_alone(kind):
-    network, observation = make(kind), randn(6, OBSERVATION)
-    _, v = network(observation, randn(6, 1, ACTION), randn(6, 1, ACTION))
-    assert torch.equal(network.state_value(observation), v)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(4, ACTION), (4, 1, 1, ACTION), (3, 1, ACTION)])
 def test_shapes_that_do_not_fit(kind, shape):
     with pytest.raises(ValueError, match=rf"{kind.__name__}: actions of shape .*expected \(4, 'm', 2\)"):
         make(kind)(randn(4, OBSERVATION), randn(*shape), randn(4, 2, ACTION))
 
 
-@pytest.mark.parametrize("shape", [(4, ACTION), (3, 2, ACTION), (4, 2, ACTION + 1)])
-def test_samples_that_do_not_fit(shape):
-    with pytest.raises(ValueError, match="StochasticDuelingNetwork: policy_samples of shape"):
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        *((shape, "of shape") for shape in ((4, ACTION), (3, 2, ACTION), (4, 2, ACTION + 1))),
+        ((4, 0, ACTION), "must hold at least one"),
+    ],
+)
+def test_samples_that_do_not_fit(shape, message):
+    with pytest.raises(ValueError, match=f"StochasticDuelingNetwork: policy_samples {message}"):
         make(StochasticDuelingNetwork)(randn(4, OBSERVATION), randn(4, 1, ACTION), randn(*shape))
-
-
-def test_no_samples():
-    with pytest.raises(ValueError, match="StochasticDuelingNetwork: policy_samples must hold at least one"):
-        make(StochasticDuelingNetwork)(randn(4, OBSERVATION), randn(4, 1, ACTION), randn(4, 0, ACTION))

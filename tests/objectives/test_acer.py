@@ -11,7 +11,6 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torchrl.modules import ActorValueOperator, MaskedCategorical, OneHotCategorical, ProbabilisticActor
-from torchrl.objectives import SoftUpdate
 
 from tests.objectives.trajectories import (
     HIDDEN,
@@ -79,21 +78,16 @@ class Networks(nn.Module):
 class Setting:
     """A loss module, its networks, and an average policy unlike the current one."""
 
-    def __init__(self, kind: str = "logits", trunk: str = "apart", *, distance: float = 0.5, **arguments: Any):
+    def __init__(self, kind: str = "logits", trunk: str = "apart", **arguments: Any):
         self.networks = Networks(kind, trunk)
-        self.average = unlike(copy.deepcopy(self.networks), distance)
-        arguments = {**EXACT, **arguments}
-        self.loss = ACERLoss(self.networks.actor(), self.networks.critic(), **arguments)
-        self.updater = SoftUpdate(self.loss, eps=0.75)
+        self.average = unlike(copy.deepcopy(self.networks), 0.5)
+        self.parameters = list(self.networks.parameters())
+        self.loss = averaged(ACERLoss(self.networks.actor(), self.networks.critic(), **{**EXACT, **arguments}))
         set_average(self.loss, self.average.actor())
 
     def record(self) -> "Setting":
         """Nothing is drawn."""
         return self
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.networks.parameters())
 
 
 def with_own_keys(networks: Networks, observation: Any) -> ACERLoss:
@@ -127,9 +121,10 @@ def log_density(statistics: str, phi: Tensor) -> Tensor:
     return {"probs": phi.log, "logits": lambda: phi.log_softmax(-1), "log_probs": lambda: phi}[statistics]()
 
 
-def algorithm(setting: Setting, batch: TensorDict, *, mu_key: Any = "logits") -> Sums:
+def algorithm(setting: Setting, batch: TensorDict) -> Sums:
     """Values and gradients as means over valid steps, step by step, with c, δ and so on of the loss module."""
     loss, networks, sums = setting.loss, setting.networks, Sums(setting.parameters)
+    mu_key = loss.tensor_keys.behaviour
     of_probabilities = (mu_key if isinstance(mu_key, str) else mu_key[-1]) == "probs"
     count = 0
     for piece in episodes(batch):
@@ -221,7 +216,9 @@ def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
     renamed = {}
     for which, networks in (("current", expected_setting.networks), ("average", expected_setting.average)):
         module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[entry])
-        renamed[which] = ProbabilisticActor(module, in_keys={name: entry}, distribution_class=Categorical)
+        # an entry whose last part is the name needs no mapping
+        in_keys = [entry] if entry[-1] == name else {name: entry}
+        renamed[which] = ProbabilisticActor(module, in_keys=in_keys, distribution_class=Categorical)
     loss = averaged(ACERLoss(renamed["current"], expected_setting.networks.critic(), behaviour_key=mu_key, **EXACT))
     set_average(loss, renamed["average"])
     result, expected = loss(batch.clone()), expected_setting.loss(batch)
@@ -229,21 +226,11 @@ def test_the_policys_logits_or_probabilities_may_have_any_entry(name, entry):
     assert_same(result, expected)
 
 
-def test_a_nested_entry_whose_last_part_is_logits_needs_no_mapping():
-    networks, batch = Networks(), rows()
-    module = TensorDictModule(networks.actor()[0].module, in_keys=["observation"], out_keys=[("agent", "logits")])
-    actor = ProbabilisticActor(module, in_keys=[("agent", "logits")], distribution_class=Categorical)
-    losses_of = [averaged(ACERLoss(a, networks.critic())) for a in (actor, networks.actor())]
-    assert torch.equal(losses_of[0](batch)["loss_actor"], losses_of[1](batch)["loss_actor"])
-
-
 def test_several_agents_are_refused():
-    networks, batch = Networks(), rows()
+    setting, batch = Setting(), rows()
     for key in ("observation", ("next", "observation")):
         batch[key] = batch[key].unsqueeze(-2).expand(4, 9, 2, OBSERVATION)
-    loss = averaged(ACERLoss(networks.actor(), networks.critic()))
-    with pytest.raises(ValueError, match=r"logits.*\(4, 9, 2, 4\).*expected \(4, 9, 'A'\).*[Ss]everal agents"):
-        loss(batch)
+    refuses(setting, batch, ValueError, r"logits.*\(4, 9, 2, 4\).*expected \(4, 9, 'A'\).*[Ss]everal agents")
 
 
 # --- extremes
@@ -280,8 +267,9 @@ def test_float32_of_certain_policies(kind, statistics, c):
 
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("c", [0.0, 0.5, 1.5, math.inf])
-def test_actions_that_are_not_allowed(statistics, c):
-    """An action with logits of −inf in all three policies has no effect, as if it did not exist."""
+@pytest.mark.parametrize("value", [3.0, -math.inf])
+def test_actions_that_are_not_allowed(statistics, c, value):
+    """An action with logits of −inf in all three policies has no effect, as if it did not exist, whatever its Q is."""
     setting, batch = Setting(statistics=statistics), rows()
     found = []
     for allowed in (ACTIONS, ACTIONS - 1):
@@ -292,13 +280,14 @@ def test_actions_that_are_not_allowed(statistics, c):
         given["logits"][..., ACTIONS - 1 :] = -math.inf
         for network in (networks, average):
             with torch.no_grad():
-                network.policy_head.bias[-1] = -math.inf
+                network.policy_head.bias[-1], network.value_head.bias[-1] = -math.inf, value
             for head in (network.policy_head, network.value_head):
                 head.weight, head.bias = nn.Parameter(head.weight[:allowed]), nn.Parameter(head.bias[:allowed])
         loss = averaged(ACERLoss(networks.actor(), networks.critic(), c=c, delta=0.01, statistics=statistics))
         set_average(loss, average.actor())
         result = loss(given)
         losses(result).backward()
+        assert all(p.grad.isfinite().all() for p in networks.parameters())
         found.append((result, [networks.trunk[0].weight.grad, networks.other_trunk[0].weight.grad]))
     (first, gradients_of_first), (second, gradients_of_second) = found
     assert_same(first, second, 1e-9)
@@ -363,8 +352,7 @@ def test_a_missing_action_value():
 
 
 def test_values_of_some_actions():
-    networks = Networks()
-    critic = TensorDictModule(nn.Linear(3, 1).double(), in_keys=["observation"], out_keys=["action_value"])
     setting = Setting()
-    setting.loss = averaged(ACERLoss(networks.actor(), critic))
+    critic = TensorDictModule(nn.Linear(3, 1).double(), in_keys=["observation"], out_keys=["action_value"])
+    setting.loss = averaged(ACERLoss(setting.networks.actor(), critic))
     refuses(setting, rows(), ValueError, r"logits.*\(4, 9, 4\).*action values.*\(4, 9, 1\), expected \(4, 9, 'A'\)")

@@ -12,7 +12,6 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal, TanhTransform, TransformedDistribution, kl_divergence
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal
-from torchrl.objectives import SoftUpdate
 
 from tests.objectives.trajectories import (
     HIDDEN,
@@ -84,17 +83,14 @@ class Setting:
         shared: bool = False,
         dueling: bool = True,
         distribution: Any = IndependentNormal,
-        distance: float = 0.3,
         **arguments: Any,
     ):
         self.squashed = distribution is TanhNormal
         self.networks = Networks(fixed=fixed, shared=shared, dueling=dueling)
-        self.average = unlike(copy.deepcopy(self.networks), distance)
-        arguments = {**EXACT, **arguments}
-        self.loss = ACERContinuousLoss(
-            self.networks.actor(distribution_class=distribution), self.networks.critic, **arguments
-        )
-        self.updater = SoftUpdate(self.loss, eps=0.75)
+        self.average = unlike(copy.deepcopy(self.networks))
+        self.parameters = list(self.networks.parameters())
+        actor = self.networks.actor(distribution_class=distribution)
+        self.loss = averaged(ACERContinuousLoss(actor, self.networks.critic, **{**EXACT, **arguments}))
         set_average(self.loss, self.average.actor())
         self.drawn: list[Tensor] = []
 
@@ -107,10 +103,6 @@ class Setting:
 
         self.loss.sample_actions = sample_actions
         return self
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.networks.parameters())
 
 
 def with_own_keys(networks: Networks, observation: Any) -> ACERContinuousLoss:
@@ -138,7 +130,7 @@ def rows(*, mask: bool = False, squashed: bool = False) -> TensorDict:
 # --- Algorithm 3
 
 
-def distribution(loc: Tensor, scale: Tensor, squashed: bool) -> Any:
+def distribution(loc: Tensor, scale: Tensor, squashed: bool = False) -> Any:
     gaussian = Independent(Normal(loc, scale), 1)
     return TransformedDistribution(gaussian, [TanhTransform()]) if squashed else gaussian
 
@@ -154,7 +146,7 @@ def policy_step(
     parameters = (phi, scale.detach()) if loss.statistics == LOC else phi.split(ACTION)
     g = sum(w * torch.autograd.grad(kind(*parameters).log_prob(a), phi, retain_graph=True)[0] for a, w in weights)
     loc_avg, scale_avg = (x.detach() for x in setting.average.policy(step["observation"]))
-    divergence = kl_divergence(distribution(loc_avg, scale_avg, False), distribution(*parameters, False))
+    divergence = kl_divergence(distribution(loc_avg, scale_avg), distribution(*parameters))
     (k,) = torch.autograd.grad(divergence, phi)
     z = project(g, k, loss.delta) if loss.trust_region else g
     entropy = Normal(loc, scale).entropy().sum()
@@ -228,14 +220,7 @@ def algorithm(setting: Setting, batch: TensorDict) -> Sums:
     return sums.means(count)
 
 
-# --- identities
-
-
-def on_policy(setting: Setting) -> TensorDict:
-    batch = rows()
-    batch["loc"], batch["scale"] = (x.detach() for x in setting.networks.policy(batch["observation"]))
-    batch["action"] = Normal(batch["loc"], batch["scale"]).sample()
-    return batch
+# --- statistics
 
 
 def test_a_scale_that_is_no_statistic_is_left_alone():
@@ -320,24 +305,29 @@ def test_float32_of_policies_far_apart(kind, statistics, c, arguments):
 # --- the conventions of TorchRL's loss modules
 
 
-def test_a_critic_of_ones_own():
-    """The critic may be any module with the methods ``forward`` and ``state_value``."""
+class StateValue(nn.Module):
+    """A critic that only has the method ``state_value``."""
 
-    class OneNumber(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.number = nn.Parameter(torch.ones((), dtype=torch.float64))
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-        def forward(self, observation: Tensor, actions: Tensor, policy_samples: Tensor) -> tuple[Tensor, Tensor]:
-            return self.number * actions.sum(-1, keepdim=True), self.state_value(observation)
+    def state_value(self, observation: Tensor) -> Tensor:
+        return self.number * observation.sum(-1, keepdim=True)
 
-        def state_value(self, observation: Tensor) -> Tensor:
-            return self.number * observation.sum(-1, keepdim=True)
 
-    networks, batch = Networks(), rows()
-    loss = averaged(ACERContinuousLoss(networks.actor(), OneNumber()))
-    result = loss(batch)
-    assert torch.autograd.grad(result["loss_value"], loss.sdn.number)[0] != 0
+class BothValues(StateValue):
+    def forward(self, observation: Tensor, actions: Tensor, policy_samples: Tensor) -> tuple[Tensor, Tensor]:
+        return self.number * actions.sum(-1, keepdim=True), self.state_value(observation)
+
+
+@pytest.mark.parametrize(
+    ("critic", "returns"), [(BothValues, "retrace"), (StateValue, "truncated_importance_sampling")]
+)
+def test_a_critic_of_ones_own(critic, returns):
+    """The critic may be any module with the methods ``forward``, which only Retrace needs, and ``state_value``."""
+    loss = averaged(ACERContinuousLoss(Networks().actor(), critic(), returns=returns))
+    assert torch.autograd.grad(loss(rows())["loss_value"], loss.sdn.number)[0] != 0
 
 
 # --- bad input

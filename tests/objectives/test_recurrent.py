@@ -9,10 +9,11 @@ from torch.distributions import Categorical
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 from tests.data import buffer_with
+from tests.objectives.q_networks import ACTIONS, GAMMA, OBSERVATION, estimator_of
 from tests.objectives.trajectories import averaged, q_ret_of
-from torchrl_replay_ext import ACERLoss, ProportionalSampler, RetraceEstimator, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss, ProportionalSampler, TrajectoryRetraceSampler
 
-OBSERVATION, HIDDEN, ACTIONS, GAMMA = 3, 5, 4, 0.9
+HIDDEN = 5
 ROWS, TIME, BEFORE = 6, 10, 3
 
 
@@ -37,10 +38,6 @@ class Recurrent:
         features, state = self.lstm.lstm(observation.unsqueeze(0), state)
         return features.squeeze(0), state
 
-    @staticmethod
-    def start():
-        return torch.zeros(1, HIDDEN, dtype=torch.float64), torch.zeros(1, HIDDEN, dtype=torch.float64)
-
     @torch.no_grad()
     def collect(self):
         """Rows [B, T] that start anywhere in an episode; V(x_{t+1}) is stored in "expected"."""
@@ -49,7 +46,8 @@ class Recurrent:
             steps, initial = [], True
             for _ in range(BEFORE + TIME):
                 if initial:
-                    state, observation = self.start(), torch.randn(OBSERVATION, dtype=torch.float64)
+                    state = torch.zeros(2, 1, HIDDEN, dtype=torch.float64).unbind()
+                    observation = torch.randn(OBSERVATION, dtype=torch.float64)
                 features, behind = self.step(observation, state)
                 following = torch.randn(OBSERVATION, dtype=torch.float64)
                 terminated, truncated = torch.rand(2) < 0.2
@@ -88,20 +86,28 @@ class Recurrent:
             rows.append(torch.stack(steps[BEFORE:]))
         return torch.stack(rows)
 
-    def q_ret(self, next_value, pi, rows=None):
-        """The loop of Algorithm 2 on rows [B, T]; each step uses values of its own episode only."""
-        rows = self.rows if rows is None else rows
-        action, v_next = rows["action"].unsqueeze(-1), rows["expected", next_value].unsqueeze(-1)
-        rho = (pi(rows) / rows["logits"].softmax(-1)).gather(-1, action)
-        return q_ret_of(rows, GAMMA, rho, rows["expected", "q"].gather(-1, action), v_next).squeeze(-1)
+
+def values(rows, policy="actor"):
+    """Q^ret by the loop of Algorithm 2, and Q of the actions taken, [B, T]; steps use values of their own episode."""
+    action, q = rows["action"].unsqueeze(-1), rows["expected", "q"]
+    if policy == "actor":
+        pi, v_next = rows["expected", "pi"], rows["expected", "next_value"]
+    else:
+        pi, v_next = nn.functional.one_hot(q.argmax(-1), ACTIONS), rows["expected", "next_max"]
+    rho = (pi / rows["logits"].softmax(-1)).gather(-1, action)
+    taken = q.gather(-1, action)
+    return q_ret_of(rows, GAMMA, rho, taken, v_next.unsqueeze(-1)).squeeze(-1), taken.squeeze(-1)
 
 
-def greedy(rows):
-    return nn.functional.one_hot(rows["expected", "q"].argmax(-1), ACTIONS).double()
-
-
-def own(rows):
-    return rows["expected", "pi"]
+def assert_values_of_episodes(setting, rows, valid):
+    """Compare ACER's errors of valid steps with the loop; returns the loss and the batch."""
+    loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
+    batch = rows.exclude("expected", "priority_weight")
+    result, (q_ret, taken) = loss(batch), values(rows)
+    error = (q_ret - taken)[valid].square()
+    torch.testing.assert_close(result["loss_qvalue"][valid], 0.5 * error, rtol=0, atol=1e-10)
+    torch.testing.assert_close(batch["td_error"][valid], error, rtol=0, atol=1e-10)
+    return loss, batch
 
 
 @pytest.mark.parametrize("over_time", [True, False])
@@ -109,10 +115,8 @@ def own(rows):
 def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_time):
     setting = Recurrent()
     assert setting.rows["next", "done"][:, :-1].any() and not setting.rows["is_init"][:, 0].all()
-    estimator = RetraceEstimator(
-        gamma=GAMMA, value_network=setting.q_network, actor_network=setting.actor, policy=policy
-    )
-    expected = setting.q_ret("next_value", own) if policy == "actor" else setting.q_ret("next_max", greedy)
+    estimator = estimator_of(value_network=setting.q_network, actor_network=setting.actor, policy=policy)
+    expected, _ = values(setting.rows, policy)
     with set_recurrent_mode(over_time):
         result = estimator.value_estimate(setting.rows.exclude("expected"))
     torch.testing.assert_close(result.squeeze(-1), expected, rtol=0, atol=1e-10)
@@ -120,19 +124,12 @@ def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_ti
 
 def test_acer_keeps_the_hidden_states_of_episodes_apart():
     setting = Recurrent()
-    loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
-    batch = setting.rows.exclude("expected")
-    result = loss(batch)
-    taken = setting.rows["expected", "q"].gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    error = setting.q_ret("next_value", own) - taken
-    torch.testing.assert_close(result["loss_qvalue"], 0.5 * error.square(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(batch["td_error"], error.square(), rtol=0, atol=1e-10)
+    assert_values_of_episodes(setting, setting.rows, ...)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their_start(prioritized):
     setting = Recurrent()
-    loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
     sampler = TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler() if prioritized else "uniform")
     # a column per row
     rb = buffer_with(sampler, ROWS * TIME, ndim=2, batch_size=8 * 4)
@@ -140,12 +137,7 @@ def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their
     slices = rb.sample().reshape(-1, 4)
     valid, inside = slices["collector", "mask"], ~slices["is_init"][:, 0].squeeze(-1)
     assert inside.any() and slices["is_init"].any() and not valid.all()
-    batch = slices.exclude("expected", "priority_weight")
-    result = loss(batch)
-    taken = slices["expected", "q"].gather(-1, slices["action"].unsqueeze(-1)).squeeze(-1)
-    error = (setting.q_ret("next_value", own, slices) - taken)[valid]
-    torch.testing.assert_close(batch["td_error"][valid], error.square(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(result["loss_qvalue"].squeeze(-1)[valid], 0.5 * error.square(), rtol=0, atol=1e-10)
+    loss, batch = assert_values_of_episodes(setting, slices, valid)
     # other states at the starts of slices inside episodes, as with zeros, give other values
     zeros = slices.exclude("expected", "priority_weight").clone()
     zeros["h"][:, 0], zeros["c"][:, 0] = 0, 0

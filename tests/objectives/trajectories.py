@@ -1,7 +1,6 @@
 """Trajectories for tests of the losses, and helpers for their reference loops."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,12 +138,6 @@ def assert_same_gradients(first: list[Tensor], second: list[Tensor], tolerance: 
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
-def assert_same_gradients_of(result: TensorDict, expected: TensorDict, setting: Any, tolerance: float = 1e-10) -> None:
-    """Assert that the losses of two results have the same gradients."""
-    first, second = (gradients(losses(x), setting.parameters) for x in (result, expected))
-    assert_same_gradients(first, second, tolerance)
-
-
 def assert_same(result: TensorDict, expected: TensorDict, tolerance: float = 0.0) -> None:
     """Assert that a result has the values of another one."""
     for key, value in expected.items():
@@ -168,7 +161,7 @@ def unlike(network: nn.Module, distance: float = 0.3) -> nn.Module:
 
 
 def averaged(loss_module: Any) -> Any:
-    """A loss of ACER whose average policy has an updater."""
+    """A loss whose average policy or target network has an updater."""
     SoftUpdate(loss_module, eps=0.75)
     return loss_module
 
@@ -180,28 +173,19 @@ def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:
         value.data.copy_(source[key].data)
 
 
-def assert_compiles(
-    loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter], **arguments: Any
-) -> None:
+def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter]) -> None:
     """Assert that a single float32 graph has the values and gradients of eager code, also for other data."""
     loss_module.to(torch.float32)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
 
     def step(batch: TensorDict) -> tuple[Tensor, ...]:
-        result = loss_module(batch, **arguments)
+        result = loss_module(batch)
         found = torch.autograd.grad(losses(result), parameters, allow_unused=True)
         return *result.detach().values(), *found, batch["td_error"]
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True)
-    compiling = (
-        torch._dynamo.config.patch(trace_autograd_ops=True),
-        torch._inductor.config.patch(fallback_random=True),
-        warnings.catch_warnings(),
-    )
-    with compiling[0], compiling[1], compiling[2]:
-        # a warning of torch's compiler
-        warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
+    with torch._dynamo.config.patch(trace_autograd_ops=True), torch._inductor.config.patch(fallback_random=True):
         for stance in ("default", "fail_on_recompile"):
             torch.manual_seed(1)
             expected = step(batch.clone())

@@ -100,11 +100,23 @@ def fill(rb, steps=40):
         rb.extend(transitions(first * STREAMS, 8, seed=first))
 
 
+def filled(name, num_shards, **arguments):
+    """A sharded buffer with 160 transitions."""
+    many = sharded(name, num_shards, **arguments)
+    fill(many)
+    return many
+
+
+def update(rb, batch, td_error):
+    """Update the priorities of a batch by these TD errors."""
+    batch["td_error"] = td_error
+    rb.update_tensordict_priority(batch)
+
+
 def learn(rb, updates=40):
     for _ in range(updates):
         batch = rb.sample()
-        batch["td_error"] = td_errors(batch["number"])
-        rb.update_tensordict_priority(batch)
+        update(rb, batch, td_errors(batch["number"]))
 
 
 def written_slots(buffer):
@@ -127,9 +139,8 @@ def set_priorities(one, many, td_error=td_errors):
 
 def filled_pair(name, num_shards):
     """One buffer and a sharded one with the same transitions and priorities."""
-    one, many = whole(name), sharded(name, num_shards)
+    one, many = whole(name), filled(name, num_shards)
     fill(one)
-    fill(many)
     set_priorities(one, many)
     return one, many
 

@@ -14,6 +14,7 @@ from tests.sharding.shards import (
     agreement,
     draw,
     fill,
+    filled,
     filled_pair,
     learn,
     probability_of_rows,
@@ -23,7 +24,7 @@ from tests.sharding.shards import (
     slices,
     td_errors,
     transitions,
-    whole,
+    update,
 )
 from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.sharding.shard import Report
@@ -39,9 +40,7 @@ def test_rows_have_the_probabilities_of_one_buffer(name, num_shards):
 
 def test_draws_from_shards_equally_are_found_out(monkeypatch):
     """The negative control of the test above."""
-    one, many = whole("proportional"), sharded("proportional", 3)
-    fill(one)
-    fill(many)
+    one, many = filled_pair("proportional", 3)
     in_first = many._group.handles[0].replay._buffer[:]["number"]
     set_priorities(one, many, lambda number: torch.where(torch.isin(number, in_first), 4.0, 1.0))
     assert agreement(draw(many)[0], probability_of_rows(one)) > 1e-4
@@ -97,31 +96,27 @@ BETA = Anneal(0.4, 1.0, num_updates=10)
 )
 def test_annealed_exponents_are_those_of_one_buffer(sampler):
     calls = LocalCalls()
-    many = sharded("", 3, calls=calls, sampler=sampler)
-    fill(many)
+    many = filled("", 3, calls=calls, sampler=sampler)
     for number in range(5):
         batch = many.sample()
-        batch["td_error"] = td_errors(batch["number"])
         # an update of a few rows, all in one shard
-        many.update_tensordict_priority(batch[batch["shard"] == number % 3])
+        few = batch[batch["shard"] == number % 3]
+        update(many, few, td_errors(few["number"]))
     assert many.stats()["beta"] == pytest.approx(0.7)
     assert [shard.replay.stats()["beta"] for shard in calls.shards] == pytest.approx([0.7] * 3)
 
 
 @pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
 def test_updates_reach_the_rows_they_belong_to(name):
-    many = sharded(name, 3)
-    fill(many)
+    many = filled(name, 3)
     learn(many)
     assert require_own_priorities(many) > 30
 
 
 def test_new_rows_get_the_largest_priority_of_all_shards():
-    many = sharded("proportional", 3)
-    fill(many)
+    many = filled("proportional", 3)
     batch = many.sample()
-    batch["td_error"] = torch.where(batch["shard"] == 0, 25.0, 0.01)
-    many.update_tensordict_priority(batch)
+    update(many, batch, torch.where(batch["shard"] == 0, 25.0, 0.01))
     many.sample()
     many.extend(transitions(1000, 3))
     many.sample()
@@ -156,8 +151,7 @@ def test_writers_of_several_processes():
 
 def test_weights_correct_for_the_probability_of_a_stale_draw():
     """The priorities of shard 0 change after the sums are known, so its share of the batch is that of before."""
-    many = sharded("proportional", 2, prefetch=1)
-    fill(many)
+    many = filled("proportional", 2, prefetch=1)
     len(many)
     before = [report.mass[0] for report in many._group.reports]
     buffers = [handle.replay._buffer for handle in many._group.handles]
@@ -177,10 +171,8 @@ def test_draws_miss_at_most_the_newest_updates(prefetch):
 
     With ``prefetch=0``, all sums are read first.
     """
-    many = sharded("proportional", 2, prefetch=prefetch)
-    fill(many)
+    many = filled("proportional", 2, prefetch=prefetch)
     for _ in range(2 * prefetch + 2 if prefetch else 1):
         batch = many.sample()
-        batch["td_error"] = torch.where(batch["shard"] == 0, 1e6, 1e-6)
-        many.update_tensordict_priority(batch)
+        update(many, batch, torch.where(batch["shard"] == 0, 1e6, 1e-6))
     assert (many.sample()["shard"] == 0).double().mean() > 0.9

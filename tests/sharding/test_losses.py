@@ -13,6 +13,7 @@ from tests.sharding.shards import (
     BATCH,
     STREAMS,
     fill,
+    filled,
     learn,
     require_own_priorities,
     rows_in,
@@ -29,8 +30,7 @@ from torchrl_replay_ext.sharding import Lost
 )
 def test_a_lost_shard(name):
     """Draws go on with the others; the loss is reported; the shard is used again when it was started again."""
-    many = sharded(name, 3)
-    fill(many)
+    many = filled(name, 3)
     learn(many, 5)
     held = len(rows_in(many)[1])
     many._group.handles[1].kill()
@@ -60,8 +60,7 @@ def test_a_process_that_ends_during_a_call(when, tmp_path):
             ends.pop()
             many._group.handles[1].kill()
 
-    many = sharded("reaper", 3, calls=LocalCalls(before))
-    fill(many)
+    many = filled("reaper", 3, calls=LocalCalls(before))
     many.dumps(tmp_path)
     held = len(rows_in(many)[1])
     ends.append(True)
@@ -84,8 +83,7 @@ def test_a_process_that_ends_during_a_call(when, tmp_path):
 
 
 def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
-    many = sharded("proportional", 3)
-    fill(many)
+    many = filled("proportional", 3)
     for writer in (many, many.client()):
         many._group.handles[1].kill()
         with pytest.warns(UserWarning, match=r"shard 1 has ended, and \d+ transitions on the way to it are lost"):
@@ -105,8 +103,7 @@ def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
 
 
 def test_late_updates_of_an_earlier_process_are_dropped():
-    many = sharded("proportional", 2)
-    fill(many)
+    many = filled("proportional", 2)
     batch = many.sample()
     batch["td_error"] = torch.full((BATCH,), 100.0)
     silently_restarted(many, 1)
@@ -214,8 +211,7 @@ def silently_restarted(many, number):
 
 @pytest.mark.parametrize("change", ["empty", "load_state_dict", "loads"])
 def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
-    many = sharded("proportional", 3)
-    fill(many)
+    many = filled("proportional", 3)
     many.dumps(tmp_path)
     call = {"empty": many.empty, "load_state_dict": partial(many.load_state_dict, many.state_dict())}
     call["loads"] = partial(many.loads, tmp_path)
@@ -231,8 +227,7 @@ def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
 
 
 def test_a_shard_that_cannot_be_restored_goes_on_empty(tmp_path):
-    many = sharded("proportional", 2)
-    fill(many)
+    many = filled("proportional", 2)
     many.dumps(tmp_path)
     (file,) = tmp_path.glob("*/shard1.pt")
     file.write_bytes(file.read_bytes()[:100])
@@ -247,8 +242,7 @@ def test_a_shard_that_cannot_be_restored_goes_on_empty(tmp_path):
 
 
 def test_writes_end_if_no_shard_comes_back():
-    many = sharded("proportional", 2)
-    fill(many)
+    many = filled("proportional", 2)
     for handle in many._group.handles:
         handle.kill()
     with pytest.warns(UserWarning, match="on the way to it are lost"):
