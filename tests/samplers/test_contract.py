@@ -1,20 +1,19 @@
-"""The contract of all samplers: rejected writes, late updates, checkpoints, copies, prefetching, storages."""
+"""The contract of all samplers: rewritten rows, late updates, checkpoints, copies, prefetching, bad input."""
 
 import copy
 import pickle
 import threading
 import time
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler, TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import PrioritizedSampler
 
-from tests.data import buffer_with, event_sampler, learn, linear_policy, rows
+from tests.data import buffer_of, buffer_with, learn, linear_policy, rows
 from tests.operations import CASES, Driven
 from tests.samplers.experience import (
-    INTERRUPTED,
     Refuses,
     assert_finite_stats,
     assert_priorities,
@@ -29,146 +28,12 @@ from torchrl_replay_ext import (
     RecencySampler,
     TrajectoryRetraceSampler,
 )
-from torchrl_replay_ext.functional import reliability
 
-
-def buffer_of(sampler_class=ReaPERSampler, capacity=10, batch_size=4, **sampler):
-    return buffer_with(sampler_class(capacity, **sampler), capacity, batch_size=batch_size)
-
-
-def assert_episodes(buffer, expected):
-    """Check the probabilities against those of the given episode of each slot; -1: the slot is never drawn."""
-    expected, size = torch.tensor(expected), len(buffer)
-    oldest = buffer.write_count % size if size == buffer.storage.max_size else 0
-    order = torch.tensor([slot for slot in (torch.arange(size) + oldest).remainder(size) if expected[slot] >= 0])
-    error = torch.linspace(0.5, 2.0, len(order))
-    buffer.update_priority(order, error.square())
-    done = buffer.storage[:]["next", "done"].squeeze(-1)
-    finished = torch.isin(expected[order], expected[done])
-    priority = torch.zeros(size, dtype=torch.float64)
-    priority[order] = reliability(error, expected[order], finished).double() ** 0.2 * error.double() ** 0.4
-    assert_priorities(buffer, priority)
-
-
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-@pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
-def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler):
-    buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
-    buffer.extend(rows(2, ids=[0, 1]))
-    buffer.extend(rows(2, ids=[0, 2], done=[0]))
-    # trajectory 0 takes the lane that was written to least recently, that of trajectory 1, and 1 takes that of 2
-    for ids in ([0, 0], [0, 1], [1, 0]):
-        buffer.extend(rows(2, ids=ids))
-    buffer.sampler.check_valid()
-    assert buffer.sampler.stats()["interrupted"] == 2
-    assert len(buffer) == 10
-
-
-def test_writes_go_on_after_a_refused_one():
-    buffer = buffer_of(capacity=6)
-    buffer.extend(rows(6, done=[5], ids=[0] * 6))
-    with pytest.raises(ValueError, match="num_streams=1"):
-        buffer.extend(rows(3, ids=[1, 2, 1]))
-    # the rejected rows are in the storage, but are never drawn
-    buffer.extend(rows(2, done=[1], ids=[3, 3]))
-    assert_episodes(buffer, [-1, -1, -1, 0, 0, 1])
-    assert buffer.sampler.probabilities(buffer.storage)[:3].tolist() == [0.0, 0.0, 0.0]
-    buffer.extend(rows(2, done=[1], ids=[4, 4]))
-    buffer.extend(rows(2, ids=[5, 5]))
-    assert_episodes(buffer, [1, 2, 2, 0, 0, 1])
-    buffer.sampler.check_valid()
-
-
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-@pytest.mark.parametrize(("num_streams", "of_anchors"), [(2, 3), (3, 2)])
-def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothing(num_streams, of_anchors):
-    anchors = ReaPERSampler(200, num_streams=of_anchors)
-    sampler = TrajectoryRetraceSampler(
-        200, slice_len=2, behaviour_keys=(), num_streams=num_streams, on_load="continue", anchors=anchors
-    )
-    buffer = buffer_with(sampler, 200, batch_size=4)
-    buffer.extend(rows(62, done=[30], ids=[0] * 31 + [1] * 31))
-    with pytest.raises(ValueError, match="num_streams=2"):
-        buffer.extend(rows(6, ids=[1, 2, 3] * 2))
-    sampler.check_valid()
-    buffer.extend(rows(40, ids=[1] * 40))
-    sampler.check_valid()
-    sampler.load_state_dict(sampler.state_dict())
-
-
-@pytest.mark.parametrize("compilable", [False, True])
-@pytest.mark.parametrize(
-    ("sampler", "missing"),
-    [
-        (ReaPERSampler, ("next", "done")),
-        (partial(TrajectoryRetraceSampler, slice_len=2), ("next", "done")),
-        (partial(TrajectoryRetraceSampler, slice_len=2), "logits"),
-        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ProportionalSampler(size)), "logits"),
-        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ReaPERSampler(size)), ("next", "done")),
-    ],
-)
-def test_a_refused_first_write_is_not_drawn(sampler, missing, compilable):
-    data = rows(4, done=[3], logits=torch.zeros(4, 2))
-    buffer = buffer_with(sampler(20), 20, compilable=compilable, batch_size=20)
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            buffer.extend(data.exclude(missing))
-        with pytest.raises(RuntimeError, match="empty"):
-            buffer.sample()
-    index = buffer.extend(data.clone())
-    drawn = buffer.sample()["index"]
-    assert set(drawn.tolist()) == set(index.tolist())
-    probabilities = buffer.sampler.probabilities(buffer.storage)
-    assert probabilities.nonzero().squeeze(1).tolist() == index.tolist()
-    buffer.sampler.check_valid()
-
-
-ONE_STREAM = {
-    "reaper": ReaPERSampler,
-    "slices": partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=()),
-    "slices, reaper": lambda size: TrajectoryRetraceSampler(
-        size, slice_len=2, behaviour_keys=(), anchors=ReaPERSampler(size)
-    ),
-}
-BROKE_OFF = "is closed at its last stored step"
 prioritized = pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
 
 
-@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
-def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_once(sampler):
-    """Another collector starts new episodes; the last one of the first collector is unfinished."""
-    buffer = buffer_of(sampler, capacity=20)
-    buffer.extend(rows(4, done=[1], ids=[187, 187, 188, 188]))
-    with pytest.warns(UserWarning, match=BROKE_OFF):
-        buffer.extend(rows(3, ids=[189, 189, 189]))
-    # there is no second warning
-    buffer.extend(rows(2, ids=[190, 190]))
-    buffer.extend(rows(2, ids=[0, 0]))
-    # an id of a trajectory that was interrupted may begin another one
-    buffer.extend(rows(4, done=[0, 1, 2, 3], ids=[0, 187, 188, 189]))
-    assert len(buffer) == 15
-    assert int(buffer.sampler.stats()["interrupted"]) == 3
-    buffer.sampler.check_valid()
-    if isinstance(buffer.sampler, ReaPERSampler):
-        assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7])
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{BROKE_OFF}:UserWarning")
-@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
-@pytest.mark.parametrize("envs", [2, 20])
-@pytest.mark.parametrize("at_once", [False, True])
-def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs, at_once):
-    buffer = buffer_of(sampler, capacity=100)
-    with pytest.raises(ValueError, match=r"num_streams=1\. Pass num_streams=<number of environments"):
-        if at_once:
-            buffer.extend(rows(2 * envs, ids=[*range(envs)] * 2))
-        for env in [*range(envs)] * 2:
-            buffer.extend(rows(1, ids=[env]))
-    assert int(buffer.sampler.stats()["num_items"]) == (0 if at_once else envs)
-
-
 def test_td_errors_that_come_with_the_data_are_taken():
-    buffer = buffer_of(ProportionalSampler, capacity=4, batch_size=1, td_error="absolute", eps=0.0)
+    buffer = buffer_of(ProportionalSampler, 4, batch_size=1, td_error="absolute", eps=0.0)
     buffer.extend(rows(4))
     for _ in range(20):
         buffer.sample()
@@ -176,14 +41,6 @@ def test_td_errors_that_come_with_the_data_are_taken():
         buffer.add(rows(1, td_error=torch.full((1,), 0.1 * (i + 1)))[0])
     assert_priorities(buffer, torch.tensor([0.1, 0.2, 0.3, 0.4]), alpha=0.6)
     assert buffer.sampler.stats()["dropped_updates"] == 0
-
-
-@pytest.mark.parametrize("sampler", [ReaPERSampler, RecencySampler, partial(TrajectoryRetraceSampler, slice_len=2)])
-def test_only_writers_in_turn(sampler):
-    writer = TensorDictMaxValueWriter(rank_key="rank")
-    buffer = buffer_with(sampler(6), 6, writer=writer, batch_size=2)
-    with pytest.raises(ValueError, match="round-robin"):
-        buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
 
 
 @pytest.mark.parametrize("data", [torch.arange(14.0), {"a": torch.arange(14.0), "b": (torch.zeros(14, 2),)}])
@@ -197,43 +54,11 @@ def test_plain_tensors_and_pytrees(data):
 
 
 def test_one_sampler_for_one_buffer():
-    buffer = buffer_of()
+    buffer = buffer_of(ReaPERSampler)
     buffer.extend(rows(5))
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=buffer.sampler, batch_size=4)
     with pytest.raises(RuntimeError, match="another storage"):
         other.extend(rows(3))
-    twin = copy.deepcopy(buffer)
-    twin.extend(rows(3))
-    assert (len(twin), len(buffer)) == (8, 5)
-
-
-def test_a_marked_first_transition_ends_the_trajectory_before():
-    buffer = buffer_of()
-    first = torch.tensor([True, False, True, False])
-    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
-    assert_episodes(buffer, [0, 0, 1, 1])
-    # the same id from a second collector
-    buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
-    assert_episodes(buffer, [0, 0, 1, 1, 2, 2])
-
-
-@pytest.mark.parametrize("sampler", [ReaPERSampler, partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())])
-def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
-    """In flat storage with several streams, the mark does not identify the stream."""
-    buffer = buffer_of(sampler, capacity=20, batch_size=2, num_streams=2)
-    first = torch.tensor([True, False] * 2)
-    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
-    buffer.extend(rows(4, ids=[2, 2, 3, 3], is_init=first))
-    # 3 continues, 4 takes the lane of 2
-    buffer.extend(rows(4, ids=[3, 3, 4, 4], is_init=torch.tensor([False, False, True, False])))
-    if sampler is ReaPERSampler:
-        assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])
-    buffer.sampler.check_valid()
-    assert buffer.sampler.stats()["interrupted"] == 0
-    # a trajectory that was ended like this continues without a mark
-    with pytest.warns(UserWarning, match=BROKE_OFF):
-        buffer.extend(rows(2, ids=[2, 2], is_init=torch.zeros(2, dtype=torch.bool)))
-    assert buffer.sampler.stats()["interrupted"] == 1
 
 
 @pytest.mark.parametrize("compilable", [False, True])
@@ -475,12 +300,10 @@ def test_a_generator_decides_all_draws(name):
 
 
 @every_sampler
-def test_bad_batch_sizes_and_td_errors_are_refused(name):
+def test_a_batch_size_of_0_is_refused(name):
     used = driven(name)
     with Refuses(used.buffer, ValueError, "batch_size"):
         used.sampler.sample(used.buffer.storage, 0)
-    for _ in range(10):
-        used.update_wrongly()
 
 
 @every_sampler
@@ -603,19 +426,6 @@ def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
             expects_td_errors = False
 
 
-def test_a_state_can_be_loaded_after_the_storage_was_filled():
-    """The order of rows that a storage already held is unknown; that of the loaded state is known."""
-    source, target = (buffer_of(capacity=20) for _ in range(2))
-    source.extend(rows(25))
-    source.update_priority(torch.arange(20), torch.linspace(0.1, 1.0, 20))
-    state = copy.deepcopy(source.state_dict())
-    target.storage.load_state_dict(copy.deepcopy(state["_storage"]))
-    target.sample()
-    target.load_state_dict(state)
-    target.extend(rows(5))
-    assert float(target.sampler.stats()["never_updated"]) == 0.25
-
-
 @pytest.mark.parametrize("sampler", [RecencySampler(), TrajectoryRetraceSampler(8, slice_len=2, behaviour_keys=())])
 def test_samplers_without_priorities(sampler):
     """TorchRL's buffers write no TD errors for RecencySampler; slices may have anchors with priorities."""
@@ -623,39 +433,8 @@ def test_samplers_without_priorities(sampler):
     assert not sampler.takes_priorities
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda key: ReaPERSampler(done_key=key), "done_key"),
-        (lambda key: ReaPERSampler(terminated_key=key), "terminated_key"),
-        (lambda key: TrajectoryRetraceSampler(slice_len=2, traj_key=key), "traj_key"),
-        (lambda key: TrajectoryRetraceSampler(slice_len=2, behaviour_keys=[key]), "behaviour_keys"),
-    ],
-)
-@pytest.mark.parametrize("key", [5, ["next", "done"], (), ""])
-def test_keys_are_names_of_entries(make, name, key):
-    with pytest.raises(TypeError, match=rf"{name} must be the name of an entry, a string or a tuple of strings"):
-        make(key)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (partial(ProportionalSampler, 10), "ProportionalSampler(capacity=10, alpha=0.6, beta=0.4, td_error='squared')"),
-        (RecencySampler, "RecencySampler(capacity=None, half_life=100000, beta=0)"),
-        (partial(event_sampler, 5), "EventTableSampler(capacity=None)"),
-        (
-            partial(TrajectoryRetraceSampler, 5, slice_len=2),
-            "TrajectoryRetraceSampler(capacity=5, slice_len=2, pad=True, anchors='uniform')",
-        ),
-    ],
-)
-def test_the_representation_shows_the_arguments(sampler, expected):
-    assert repr(sampler()) == expected
-
-
 def test_without_priorities_the_error_is_about_priorities():
-    buffer = buffer_of(ProportionalSampler, eps=0.0)
+    buffer = buffer_of(ProportionalSampler, batch_size=4, eps=0.0)
     buffer.extend(rows(4))
     buffer.update_priority(torch.arange(4), torch.zeros(4))
     with pytest.raises(RuntimeError, match=r"^all priorities are 0, so no transition can be drawn; use eps > 0"):

@@ -36,20 +36,15 @@ def test_rank_probabilities_are_those_of_a_loop():
         rank_probabilities(3, -1.0)
 
 
-def test_draws_follow_the_probabilities():
-    for arguments in (
-        {},
-        {"stratified": False},
-        {"segments": "piecewise"},
-        {"segments": "piecewise", "stratified": False},
-    ):
-        torch.manual_seed(0)
-        rb = filled(torch.rand(60), **arguments)
-        rb.sample(8)
-        drawn = torch.cat([rb.sample(8)["index"] for _ in range(500)])
-        assert float(probabilities(rb).sum()) == pytest.approx(1)
-        # stratified draws vary less than independent ones
-        assert p_value(drawn, probabilities(rb)) > 1e-3, arguments
+@pytest.mark.parametrize("stratified", [True, False])
+@pytest.mark.parametrize("segments", ["exact", "piecewise"])
+def test_draws_follow_the_probabilities(segments, stratified):
+    rb = filled(torch.rand(60), segments=segments, stratified=stratified)
+    rb.sample(8)
+    drawn = torch.cat([rb.sample(8)["index"] for _ in range(500)])
+    assert float(probabilities(rb).sum()) == pytest.approx(1)
+    # stratified draws vary less than independent ones
+    assert p_value(drawn, probabilities(rb)) > 1e-3
 
 
 @pytest.mark.parametrize("segments", ["exact", "piecewise"])

@@ -35,14 +35,20 @@ def episode(number, length, *, end="terminated"):
     return steps
 
 
+def updated(steps, td_errors, **options):
+    """A buffer with ``steps``, which have these TD errors."""
+    buffer = buffer_of(8, **plain(**options))
+    buffer.extend(transitions(steps))
+    buffer.update_priority(torch.arange(len(steps)), torch.tensor(td_errors))
+    return buffer
+
+
 # --- hand tables
 
 
 def test_finished_and_ongoing_episodes_by_hand():
     # finished: d = 1, 2, 3 -> R = 1/6, 3/6, 6/6.  ongoing: d = 2, 2 with F = 6 -> R = 2/6, 4/6.
-    buffer = buffer_of(8, **plain())
-    buffer.extend(transitions(episode(0, 3) + episode(1, 2, end=None)))
-    buffer.update_priority(torch.arange(5), torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0]))
+    buffer = updated(episode(0, 3) + episode(1, 2, end=None), [1.0, 2.0, 3.0, 2.0, 2.0])
     assert_priorities(buffer, [1 / 6, 1.0, 3.0, 4 / 6, 8 / 6])
 
 
@@ -50,9 +56,7 @@ def test_finished_and_ongoing_episodes_by_hand():
 
 
 def test_new_transitions_have_the_maximum_priority_and_full_reliability():
-    buffer = buffer_of(8, **plain())
-    buffer.extend(transitions(episode(0, 2)))
-    buffer.update_priority(torch.arange(2), torch.tensor([3.0, 1.0]))
+    buffer = updated(episode(0, 2), [3.0, 1.0])
     buffer.extend(transitions(episode(1, 2, end=None)))
     assert_priorities(buffer, [3 * 3 / 4, 1.0, 3.0, 3.0])
 
@@ -70,9 +74,8 @@ def test_the_first_update_of_an_episode_ends_the_waiting_of_all_its_transitions(
 
 @pytest.mark.parametrize(("truncated", "expected"), [("finished", [0.5, 1.0]), ("ongoing", [1 / 8, 2 / 8])])
 def test_truncated_episodes(truncated, expected):
-    buffer = buffer_of(8, **plain(truncated=truncated))
-    buffer.extend(transitions(episode(0, 2, end="truncated") + episode(1, 2)))
-    buffer.update_priority(torch.arange(4), torch.tensor([1.0, 1.0, 4.0, 4.0]))
+    steps = episode(0, 2, end="truncated") + episode(1, 2)
+    buffer = updated(steps, [1.0, 1.0, 4.0, 4.0], truncated=truncated)
     assert_priorities(buffer, [*expected, 2.0, 4.0])
 
 
@@ -150,8 +153,7 @@ def test_draws_are_exact_however_many_proposals_are_rejected(omega, length, zero
     size = 2 * length + zeros
     options = plain(omega=0.0, alpha=0.0)
     buffer, reference = buffer_of(size, batch_size=500, **options), NaiveReaPER(**options)
-    steps = episode(0, length) + episode(1, zeros) if zeros else episode(0, length)
-    steps += episode(2, length)
+    steps = episode(0, length) + (episode(1, zeros) if zeros else []) + episode(2, length)
     buffer.extend(transitions(steps))
     for slot, step in enumerate(steps):
         reference.write(slot, step.episode, step.terminated)
@@ -178,9 +180,7 @@ def test_defaults():
 
 
 def test_annealed_omega_holds_for_everything_stored():
-    buffer = buffer_of(3, **plain(omega=Anneal(1.0, 0.5, 2)))
-    buffer.extend(transitions(episode(0, 3)))
-    buffer.update_priority(torch.arange(3), torch.tensor([1.0, 2.0, 3.0]))  # R = 1/6, 1/2, 1
+    buffer = updated(episode(0, 3), [1.0, 2.0, 3.0], omega=Anneal(1.0, 0.5, 2))  # R = 1/6, 1/2, 1
     buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
     assert_priorities(buffer, [6**-0.5, 2 * 2**-0.5, 3.0])
 
@@ -190,9 +190,7 @@ def test_annealed_omega_holds_for_everything_stored():
 
 def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
     """One finished episode, d = 1, 2, 3, 4: proposals have probability d / 10 and R = 0.1, 0.3, 0.6, 1."""
-    buffer = buffer_of(4, **plain(alpha=1.0, omega=1.0))
-    buffer.extend(transitions(episode(0, 4)))
-    buffer.update_priority(torch.arange(4), torch.arange(1.0, 5.0))
+    buffer = updated(episode(0, 4), [1.0, 2.0, 3.0, 4.0])
     expected = (1 * 0.1 + 2 * 0.3 + 3 * 0.6 + 4 * 1.0) / 10
     assert float(buffer.sampler.stats()["acceptance_rate"]) == pytest.approx(expected)
 

@@ -11,10 +11,9 @@ from torchrl.data.replay_buffers import RandomSampler
 from tests import data
 from tests.chi_square import p_value
 from tests.data import rows
-from torchrl_replay_ext import Anneal, RecencySampler
+from torchrl_replay_ext import RecencySampler
 
 DRAWS, LEVEL = 20_000, 1e-4
-
 
 buffer_of = partial(data.buffer_of, RecencySampler, half_life=3.0, batch_size=8)
 
@@ -115,27 +114,6 @@ def test_extreme_half_lives(half_life):
         assert p_value(batch["number"] // 100, torch.ones(10)) > LEVEL
     weight = batch["priority_weight"]
     assert bool((weight.isfinite() & (weight >= 0) & (weight <= 1)).all())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"half_life": 0}, ValueError, r"RecencySampler\(half_life=0\): half_life must be > 0; use math.inf"),
-        ({"half_life": -1.0}, ValueError, "half_life must be > 0"),
-        ({"half_life": math.nan}, ValueError, "half_life must be > 0"),
-        ({"half_life": "9"}, TypeError, "half_life must be a number"),
-        ({"half_life": Anneal(1, 2, 3)}, TypeError, "half_life must be a number, not Anneal"),
-        ({"beta": 1.5}, ValueError, r"beta must be in \[0, 1\]"),
-        ({"beta": Anneal(0.4, 1.0, 10)}, TypeError, "beta must be a number, not Anneal"),
-        ({"capacity": 0}, ValueError, "capacity must be an integer >= 1"),
-    ],
-)
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        RecencySampler(**arguments)
-
-
-# --- graphs
 
 
 def test_the_half_life_cannot_be_assigned():

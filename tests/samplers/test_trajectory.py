@@ -1,6 +1,7 @@
 """TrajectoryRetraceSampler by hand: its slices, padding, anchors, weights and state."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -12,18 +13,15 @@ from torchrl.data.replay_buffers import RandomSampler
 from tests import data
 from tests.chi_square import p_value
 from tests.operations import CASES, Driven, slices
-from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state
+from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state, probabilities
 from torchrl_replay_ext import (
     Anneal,
     DecoupledSampler,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
-    RecencySampler,
     TrajectoryRetraceSampler,
 )
-
-# --- by hand
 
 
 def rows(count, **arguments):
@@ -106,7 +104,7 @@ def test_starts_are_uniform_and_the_test_can_fail(pad):
     buffer.extend(rows(20, done=[11], first=64))
     torch.manual_seed(3)
     index = torch.cat([buffer.sample()["index"].view(-1, 5)[:, 0] for _ in range(50)])
-    expected = buffer.sampler.probabilities(buffer.storage)
+    expected = probabilities(buffer)
     assert p_value(index, expected) > 1e-4
     # by time: 20..30, 31..38, 39..60, 61..75, 76..83
     episode = torch.bucketize(torch.cat([torch.arange(64, 84), torch.arange(20, 64)]), torch.tensor([30, 38, 60, 75]))
@@ -155,7 +153,7 @@ def test_event_tables_draw_anchors():
     buffer = data.buffer_with(TrajectoryRetraceSampler(24, slice_len=3, anchors=anchors), 24, batch_size=12)
     for first in range(0, 100, 5):
         buffer.extend(rows(5, done=[first % 5], first=first))
-        batch = buffer.sample()
+        batch = data.learn(buffer)
         grid = batch.reshape(-1, 3)
         steps = grid["number"][:, 1:] - grid["number"][:, :-1]
         assert torch.equal(steps == 1, grid["collector", "mask"][:, 1:])
@@ -163,11 +161,8 @@ def test_event_tables_draw_anchors():
         assert "write_stamp" not in batch
         for key in ("priority_weight", "table", "sample_probability"):
             assert (grid[key] == grid[key][:, :1]).all()
-        batch["td_error"] = torch.rand(12)
-        buffer.update_tensordict_priority(batch)
         assert not torch.equal(batch["index"], buffer.sampler.newest(buffer)["index"])
-    expected = anchors.probabilities(buffer.storage)
-    assert torch.equal(buffer.sampler.probabilities(buffer.storage), expected)
+    assert torch.equal(probabilities(buffer), anchors.probabilities(buffer.storage))
     assert buffer.sampler.stats()["never_updated"] < 1
 
 
@@ -204,10 +199,7 @@ def test_uniform_anchors_take_no_priorities():
     buffer = buffer_of()
     buffer.extend(rows(20, done=[9]))
     before = copy.deepcopy(buffer.sampler.state_dict())
-    batch = buffer.sample()
-    assert "priority_weight" not in batch
-    batch["td_error"] = torch.rand(16)
-    buffer.update_tensordict_priority(batch)
+    assert "priority_weight" not in data.learn(buffer)
     buffer.update_priority(torch.arange(3), torch.ones(3))
     assert_same_state(buffer.sampler.state_dict(), before)
     assert set(buffer.sampler.stats().keys()) == {"num_items", "num_starts", "interrupted"}
@@ -215,7 +207,7 @@ def test_uniform_anchors_take_no_priorities():
 
 def test_inside_a_decoupled_sampler():
     sampler = DecoupledSampler(TrajectoryRetraceSampler(20, slice_len=4), data.linear_policy(1, 2))
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8)
+    buffer = data.buffer_with(sampler, 20, batch_size=8)
     actor = sampler.actor_buffer(buffer)
     buffer.extend(rows(20, done=[9], action=torch.randn(20, 2)))
     assert buffer.sample()["collector", "mask"].view(2, 4)[:, 0].all()
@@ -232,24 +224,20 @@ def test_the_newest_of_flat_batches_are_the_newest_of_each_environment(order, nu
     generator = torch.Generator().manual_seed(num_envs)
     buffer = buffer_of(400, slice_len=length, num_streams=num_envs)
     history: list[list[int]] = [[] for _ in range(num_envs)]  # of each environment, the numbers of its steps
-    running, next_id, first = list(range(num_envs)), num_envs, 0
-    for _ in range(30):
-        number = torch.arange(first, first + num_envs * steps)
-        of_env = number.view(num_envs, steps) if order == "env_major" else number.view(steps, num_envs).T
+    running, next_id, count = list(range(num_envs)), num_envs, num_envs * steps
+    for first in range(0, 30 * count, count):
         done = torch.rand(num_envs, steps, generator=generator) < 0.15
         ids = torch.empty(num_envs, steps, dtype=torch.int64)
-        for step in range(steps):
-            for env in range(num_envs):
-                ids[env, step] = running[env]
-                if done[env, step]:
-                    running[env], next_id = next_id, next_id + 1
+        for step, env in itertools.product(range(steps), range(num_envs)):
+            ids[env, step] = running[env]
+            if done[env, step]:
+                running[env], next_id = next_id, next_id + 1
+        number = torch.arange(first, first + count)
+        of_env = number.view(num_envs, steps) if order == "env_major" else number.view(steps, num_envs).T
         for env in range(num_envs):
             history[env] += of_env[env].tolist()
-        flat = [x.reshape(-1) if order == "env_major" else x.T.reshape(-1) for x in (done, ids)]
-        buffer.extend(
-            rows(num_envs * steps, done=flat[0].nonzero().squeeze(1).tolist(), ids=flat[1].tolist(), first=first)
-        )
-        first += num_envs * steps
+        done, ids = (entry.reshape(-1) if order == "env_major" else entry.T.reshape(-1) for entry in (done, ids))
+        buffer.extend(rows(count, done=done.nonzero().flatten().tolist(), ids=ids, first=first))
         batch = buffer.sampler.newest(buffer).reshape(num_envs, length)
         drawn = [row["number"][row["collector", "mask"]].tolist() for row in batch]
         assert sorted(drawn) == sorted(taken[-length:] for taken in history)
@@ -270,7 +258,7 @@ def test_td_errors_of_the_newest_are_priorities():
     assert batch["priority_weight"].tolist() == [1.0] * 4
     batch["td_error"] = torch.tensor([1.0, 2.0, 3.0, 100.0])
     buffer.update_tensordict_priority(batch)
-    assert buffer.sampler.probabilities(buffer.storage).tolist() == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert_priorities(buffer, [1.0, 2.0, 3.0])
 
 
 def test_the_newest_goes_through_transforms_and_beside_prefetched_batches():
@@ -336,29 +324,7 @@ def test_attached_to_what_is_there(tmp_path):
     assert newest.newest(loaded)["number"].tolist() == [12, 13, 14, 15]
 
 
-# --- bad input
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capacity": 0}, r"capacity=0\): capacity must be an integer >= 1"),
-        ({"capacity": True}, "capacity must be an integer"),
-        ({"slice_len": 0}, "slice_len must be an integer >= 1"),
-        ({"slice_len": 2.0}, "slice_len must be an integer"),
-        ({"num_streams": 0}, "num_streams must be an integer >= 1"),
-        ({"done_key": ("next", "terminated")}, r"use \('next', 'done'\)"),
-        ({"anchors": "per"}, "anchors must be 'uniform' or a prioritized sampler"),
-        ({"anchors": RandomSampler()}, "anchors must be 'uniform' or a prioritized sampler"),
-        ({"anchors": ProportionalSampler(5), "pad": False}, "pad=False.*use pad=True, or anchors='uniform'"),
-        ({"anchors": ReaPERSampler(5), "starts": "episode"}, "starts='episode', anchors=ReaPER.*use .*RankBased"),
-        ({"anchors": RecencySampler(5), "starts": "episode"}, "starts='episode', anchors=Recency.*use .*Proportional"),
-        ({"starts": "first"}, "starts must be 'any' or 'episode'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TrajectoryRetraceSampler(**{"capacity": 5, "slice_len": 2, **arguments})
+# --- whole episodes
 
 
 def test_an_episode_is_read_in_order():
@@ -380,14 +346,6 @@ def test_random_operations_on_unpadded_slices_from_the_beginning(monkeypatch, se
         driven.check()
 
 
-@pytest.mark.parametrize("index", [7, torch.tensor([0, 1]), 20])
-def test_only_episodes_of_stored_transitions_can_be_read(index):
-    buffer = buffer_of()
-    buffer.extend(rows(7))
-    with pytest.raises(IndexError, match=r"episode\(index=|out of range"):
-        buffer.sampler.episode(buffer.storage, index)
-
-
 # first steps by number: 0, 5, 12, 13, 30, 41 and 70 in the first 80 steps
 ENDS = [4, 11, 12, 29, 40, 69]
 
@@ -406,7 +364,7 @@ def assert_first_steps(buffer, first, priority, alpha):
     """``first``: numbers of steps with ``priority``; the other ones are not drawn."""
     mass = torch.zeros(64, dtype=torch.float64)
     mass[torch.tensor(first) % 64] = torch.tensor(priority, dtype=torch.float64) ** alpha
-    torch.testing.assert_close(buffer.sampler.probabilities(buffer.storage), mass / mass.sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(probabilities(buffer), mass / mass.sum(), rtol=1e-5, atol=0)
     buffer.sampler.check_valid()
 
 
@@ -421,7 +379,7 @@ def test_first_steps_are_drawn_by_priority_and_the_test_can_fail(compilable):
     assert_first_steps(buffer, [30, 41, 70], [9.0, 16.0, 49.0], 0.5)
     batch = buffer.sample().reshape(-1, 4)
     index = batch["index"][:, 0]
-    assert p_value(index, buffer.sampler.probabilities(buffer.storage)) > 1e-4
+    assert p_value(index, probabilities(buffer)) > 1e-4
     assert p_value(index, torch.isin(torch.arange(64), index).double() / 3) < 1e-4
     # (P / smallest P)^-0.5 with P ∝ 3, 4, 7
     weight = {30: 1.0, 41: (4 / 3) ** -0.5, 70: (7 / 3) ** -0.5}
@@ -451,7 +409,7 @@ def test_an_annealed_exponent_gives_other_steps_no_mass(compilable):
     assert_first_steps(buffer, [30, 41, 70], [1.0] * 3, 0.0)
 
 
-@pytest.mark.parametrize("anchors", [proportional, lambda: RankBasedSampler(20)], ids=["proportional", "rank"])
+@pytest.mark.parametrize("anchors", [proportional, RankBasedSampler])
 def test_the_priority_of_a_slice_is_the_td_error_in_its_first_row(anchors):
     buffer = buffer_of(anchors=anchors(), starts="episode", slices=50)
     buffer.extend(rows(20, done=[2, 9]))
@@ -460,30 +418,34 @@ def test_the_priority_of_a_slice_is_the_td_error_in_its_first_row(anchors):
     batch["td_error"] = torch.rand(50, 4) + 50
     batch["td_error"][:, 0] = torch.tensor([slices[int(number)] for number in batch["number"][:, 0]])
     buffer.update_tensordict_priority(batch.reshape(-1))
-    probabilities = buffer.sampler.probabilities(buffer.storage)
-    assert probabilities.nonzero()[:, 0].tolist() == [0, 3, 10]
-    assert probabilities.argsort(descending=True)[:3].tolist() == [0, 10, 3]
+    assert probabilities(buffer).nonzero()[:, 0].tolist() == [0, 3, 10]
+    assert probabilities(buffer).argsort(descending=True)[:3].tolist() == [0, 10, 3]
     # rows that were there before the sampler
     sampler = TrajectoryRetraceSampler(slice_len=4, anchors=anchors(), starts="episode")
     attached = data.buffer_with(sampler, 20, storage=buffer.storage, batch_size=80)
     assert set(attached.sample().reshape(-1, 4)["number"][:, 0].tolist()) == {0, 3, 10}
 
 
-@pytest.mark.parametrize("anchors", ["uniform", "proportional", "rank"])
+@pytest.mark.parametrize("anchors", [lambda: "uniform", proportional, RankBasedSampler])
 def test_without_a_first_step_no_slice_can_begin(anchors):
-    made = {"uniform": "uniform", "proportional": ProportionalSampler(8), "rank": RankBasedSampler(8)}[anchors]
-    buffer = buffer_of(8, starts="episode", anchors=made)
+    buffer = buffer_of(20, starts="episode", anchors=anchors())
     with pytest.raises(RuntimeError, match="empty"):
         buffer.sample()
-    buffer.extend(rows(8))
+    buffer.extend(rows(20))
     buffer.extend(rows(1))
     with pytest.raises(RuntimeError, match="no first step of such an episode is stored; use a larger buffer"):
         buffer.sample()
 
 
-def test_pinned_tables_are_refused():
-    with pytest.raises(ValueError, match="retention='ring'"):
-        TrajectoryRetraceSampler(20, slice_len=2, anchors=data.event_sampler(6, default=14))
+@pytest.mark.parametrize("index", [7, torch.tensor([0, 1]), 20])
+def test_only_episodes_of_stored_transitions_can_be_read(index):
+    buffer = buffer_of()
+    buffer.extend(rows(7))
+    with pytest.raises(IndexError, match=r"episode\(index=|out of range"):
+        buffer.sampler.episode(buffer.storage, index)
+
+
+# --- bad input
 
 
 @pytest.mark.parametrize("batch_size", [0, 3, 6])
@@ -503,26 +465,21 @@ def test_no_slice_is_long_enough():
     assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4
 
 
-@pytest.mark.parametrize("anchors", ["uniform", "proportional"])
+@pytest.mark.parametrize("anchors", [lambda: "uniform", proportional])
 @pytest.mark.parametrize("missing", ["logits", ("next", "done"), ("collector", "traj_ids")])
 def test_missing_entries_are_named(missing, anchors):
     streams = 2 if missing == ("collector", "traj_ids") else 1
-
-    def make():
-        return buffer_of(num_streams=streams, anchors=proportional() if anchors == "proportional" else anchors)
-
-    data = rows(4, ids=[0, 0, 0, 0])
-    del data[missing]
+    incomplete = rows(4, ids=[0, 0, 0, 0]).exclude(missing)
     message = {"logits": "'logits'.*policy in the collector.*ProbabilisticActor.*behaviour_keys="}.get(
         missing, rf"{missing[1]}.*(environment|collector).*(done_key|traj_key)="
     )
-    buffer = make()
+    buffer, other = (buffer_of(num_streams=streams, anchors=anchors()) for _ in range(2))
     with Refuses(buffer, KeyError, message):
-        buffer.extend(data)
+        buffer.extend(incomplete)
     # already in the storage when the sampler was attached
     filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
-    filled.extend(data)
-    filled.set_sampler(make().sampler)
+    filled.extend(incomplete)
+    filled.set_sampler(other.sampler)
     with Refuses(filled, KeyError, message):
         filled.sample()
 

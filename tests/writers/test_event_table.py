@@ -1,3 +1,5 @@
+"""EventTableWriter: the content of tables against plain Python lists, rejected writes, state."""
+
 import copy
 import itertools
 import pickle
@@ -7,20 +9,20 @@ import pytest
 import torch
 from tensordict import TensorDict, tensorclass
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler, TensorDictRoundRobinWriter
 
+from tests.data import rows
 from tests.events import NaiveTables, scripted
+from tests.samplers.event_tables import sampler_of
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,
-    EventTableSampler,
     EventTableWriter,
     Threshold,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
-ETA = {"default": 0.5, "a": 0.2, "b": 0.3}
+SPEC = EventSpec("a", ("next", "a"), 5)
 # (event, history, table), capacities, storage size
 LAYOUTS = {
     "one": ([("a", 5, "a")], {"a": 20}, 60),
@@ -31,16 +33,27 @@ LAYOUTS = {
 }
 
 
+def buffer(tables, size, ndim=1, storage=None, sampler=None, **writer):
+    storage = LazyTensorStorage(size, ndim=ndim) if storage is None else storage
+    writer = EventTableWriter(tables, **writer)
+    return TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=4)
+
+
+def marked(*shape, event=(), **entries):
+    """Numbered transitions of one episode; the event ("next", "a") occurs at the positions ``event``."""
+    data = rows(torch.Size(shape).numel(), **entries)
+    data["next", "a"] = torch.zeros_like(data["next", "done"])
+    data["next", "a"][list(event)] = True
+    return data.reshape(shape)
+
+
 def make(specs, capacity, size=None, *, ndim=1, sampler=None, **writer):
     events = [EventSpec(event, ("next", event), history, table=table) for event, history, table in specs]
     if size is None:
         size, tables = sum(capacity.values()), EventTables(events, capacity, retention="pinned")
     else:
         tables = EventTables(events, capacity)
-    rb = buffer(tables, size, ndim, **writer)
-    if sampler is not None:
-        rb.set_sampler(sampler(tables))
-    return rb, tables
+    return buffer(tables, size, ndim, sampler=None if sampler is None else sampler(tables), **writer), tables
 
 
 def contents(rb, tables, name):
@@ -102,10 +115,7 @@ def test_environment_ids_as_streams_and_single_rows():
 
 def test_is_init_ends_what_broke_off():
     rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
-    data = scripted(6, p_event=0, p_done=0)
-    data["is_init"] = torch.tensor([0, 0, 0, 1, 0, 0], dtype=torch.bool)
-    data["next", "a"][5] = True
-    rb.extend(data)
+    rb.extend(marked(6, event=[5], is_init=torch.arange(6) == 3))
     assert contents(rb, tables, "a") == [3, 4, 5]
 
 
@@ -168,8 +178,7 @@ def test_capacity_can_be_lowered_and_raised_again():
 @pytest.mark.parametrize("history", [1, 2, 9])
 def test_a_state_can_be_loaded_with_another_history(history, on_load):
     """The next event sends as many transitions as the new history says, of its own run if the episode was cut."""
-    data = scripted(20, p_event=0, p_done=0)
-    data["next", "a"][10] = True
+    data = marked(20, event=[10])
     saved, _ = make([("a", 5, "a")], {"a": 20}, 40)
     saved.extend(data[:10].clone())
     rb, tables = make([("a", history, "a")], {"a": 20}, 40, on_load=on_load)
@@ -182,8 +191,7 @@ def test_a_state_can_be_loaded_with_another_history(history, on_load):
 def test_a_default_table_that_was_smaller_for_a_while():
     """Transitions that it removed cannot enter a table, even if they would fit into it again."""
     rb, tables = make([("a", 10, "a")], {"a": 30, "default": 20})
-    data = scripted(60, p_event=0, p_done=0)
-    data["next", "a"][20] = True
+    data = marked(60, event=[20])
     rb.extend(data[:20].clone())
     tables["default"].capacity = 2
     tables["default"].capacity = 20
@@ -200,7 +208,7 @@ def test_a_default_table_that_was_smaller_for_a_while():
         (
             lambda d: d.set("observation", torch.zeros(20, 5)),
             ValueError,
-            r"'observation' has shape \(20, 5\); the storage",
+            r"'observation' has shape \(20, 5\); the sto",
         ),
         (lambda d: d.set("observation", d["observation"].double()), TypeError, "'observation' has dtype torch.float64"),
         (lambda d: d["next"].set("reward", d["next", "reward"].long()), TypeError, r"\('next', 'reward'\) has dtype"),
@@ -214,20 +222,19 @@ def test_rows_that_do_not_fit_are_refused_by_name_and_change_nothing(retention, 
     specs, capacity, size = LAYOUTS["each"]
     if retention == "pinned":
         capacity, size = {**capacity, "default": 30}, None
-    rb, tables = make(specs, capacity, size, sampler=lambda t: EventTableSampler(t, eta=ETA, min_size=1))
+    rb, tables = make(specs, capacity, size, sampler=sampler_of)
     naive, data = NaiveTables(specs, capacity, size), scripted(300, seed=6)
-    for first in range(0, 300, 20):
-        rows = data[first : first + 20].clone()
-        bad = data[first : first + 20].clone()
-        change(bad)
-        if first:
-            before = copy.deepcopy(rb.writer.state_dict()), rb.write_count, len(rb)
+    for number, part in enumerate(data.split(20)):
+        if number:
+            state, counts = copy.deepcopy(rb.writer.state_dict()), (rb.write_count, len(rb))
+            bad = part.clone()
+            change(bad)
             with pytest.raises(error, match=message):
                 rb.extend(bad)
-            assert_same_state(rb.writer.state_dict(), before[0])
-            assert (rb.write_count, len(rb)) == before[1:]
-        rb.extend(rows)
-        naive.extend(data[first : first + 20])
+            assert_same_state(rb.writer.state_dict(), state)
+            assert (rb.write_count, len(rb)) == counts
+        rb.extend(part.clone())
+        naive.extend(part)
         check(rb, tables, naive)
     rb.sampler.check_valid()
 
@@ -235,8 +242,7 @@ def test_rows_that_do_not_fit_are_refused_by_name_and_change_nothing(retention, 
 @pytest.mark.parametrize("size", [40, None])
 def test_writes_that_fail_in_the_storage_neither_end_an_episode_nor_take_slots(size, monkeypatch):
     rb, tables = make([("a", 5, "a")], {"a": 10} | ({} if size else {"default": 30}), size)
-    data = scripted(12, p_event=0, p_done=0)
-    data["next", "a"][9] = True
+    data = marked(12, event=[9])
     rb.extend(data[:8].clone())
     with monkeypatch.context() as patch:
         patch.setattr(rb.storage, "set", lambda *_arguments, **_keywords: 1 / 0)
@@ -252,11 +258,11 @@ def test_writes_that_fail_in_the_storage_neither_end_an_episode_nor_take_slots(s
 
 def test_a_storage_that_was_filled_before():
     source = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
-    data = scripted(100, seed=6, p_event=0, p_done=0)
-    data["next", "a"][[70, 95]] = True
+    data = marked(100, event=[70, 95])
     source.extend(data[:30].clone())
+    eta = {"default": 0.5, "a": 0.5}
     tables = EventTables([SPEC], {"a": 12})
-    rb = buffer(tables, 40, storage=source.storage, sampled=True)
+    rb = buffer(tables, 40, storage=source.storage, sampler=sampler_of(tables, eta=eta))
     assert {number for _ in range(100) for number in rb.sample()["number"].tolist()} == {*range(30)}
     # writes go on after the stored rows
     for first, last, size in ((30, 33, 33), (33, 60, 40), (60, 100, 40)):
@@ -269,13 +275,12 @@ def test_a_storage_that_was_filled_before():
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=4)
     other.extend(data[:30].clone())
     with pytest.raises(ValueError, match="the storage must be empty at first"):
-        buffer(pinned, 40, storage=other.storage, sampled=True).sample()
+        buffer(pinned, 40, storage=other.storage, sampler=sampler_of(pinned, eta=eta)).sample()
 
 
 def test_writing_at_given_slots_takes_them_out_of_the_event_tables():
     rb, tables = make([("a", 5, "a")], {"a": 10}, 40)
-    data = scripted(30, p_event=0, p_done=0)
-    data["next", "a"][10] = True
+    data = marked(30, event=[10])
     rb.extend(data.clone())
     rb.writer.write_at(torch.tensor([7, 9, 20]), data[:3].clone())
     assert tables["a"].index().tolist() == [6, 8, 10]
@@ -293,61 +298,6 @@ def test_a_copy_may_hold_any_function():
         each.extend(scripted(20, seed=1))
     assert torch.equal(tables["low"].index(), other.writer.tables["low"].index())
     assert other.writer.tables is not tables
-
-
-SPEC = EventSpec("a", ("next", "a"), 5)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: EventSpec("a", "k", 0), "history must be an integer >= 1"),
-        (lambda: EventSpec("a", "k", 2.5), "history must be an integer >= 1"),
-        (lambda: EventSpec("a", "k", 2, context=-1), "context must be an integer >= 0"),
-        (lambda: EventSpec("default", "k", 2), "use another name"),
-        (lambda: EventSpec("a", "k", True), "history must be an integer >= 1"),
-        (lambda: Threshold("r", "=>", 1.0), "op must be '>'"),
-        (lambda: Threshold("r", [">"], 1.0), "op must be '>'"),
-        (lambda: Threshold("r", ">", float("nan")), "value must be a number, not NaN"),
-        (lambda: EventTables([], {}), "at least one EventSpec"),
-        (lambda: EventTables([SPEC], {"a": 5}, retention="forever"), "must be 'ring' or 'pinned'"),
-        (lambda: EventTables([SPEC, SPEC], {"a": 5}), "same name"),
-        (lambda: EventTables([SPEC], {"a": 5, "default": 9}), "remove 'default'"),
-        (lambda: EventTables([SPEC], {"b": 5}), r"capacity names \['b'\], but the tables are \['a'\]"),
-        (lambda: EventTables([SPEC], {"a": 5}, retention="pinned"), r"the tables are \['a', 'default'\]"),
-        (lambda: EventTables([SPEC], {"a": 0}), "must be an integer >= 1"),
-        (lambda: EventTables([SPEC], {"a": 5, "default": 4}, retention="pinned"), "history=5, more than"),
-    ],
-)
-def test_bad_tables(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-def test_bad_conditions_are_refused():
-    with pytest.raises(TypeError, match="must be a key, a Threshold, Quantile or Novel, or a callable"):
-        EventSpec("a", 3, 2)
-    with pytest.raises(TypeError, match="must be a key, a Threshold, Quantile or Novel, or a callable"):
-        EventSpec("a", "", 2)
-    for value in ("8", True, None):
-        with pytest.raises(TypeError, match="value must be a number"):
-            Threshold("r", ">", value)
-    with pytest.raises(TypeError, match="key must be the name of an entry"):
-        Threshold(3, ">", 1.0)
-    with pytest.raises(TypeError, match="name must be a non-empty string"):
-        EventSpec(3, "k", 2)
-    with pytest.raises(TypeError, match="table must be a non-empty string"):
-        EventSpec("a", "k", 2, table=3)
-    for specs, capacity in ((SPEC, {"a": 5}), ([SPEC], [("a", 5)])):
-        with pytest.raises(TypeError, match="specs must be a list of EventSpec, and capacity a dict"):
-            EventTables(specs, capacity)
-    with pytest.raises(TypeError, match="tables must be EventTables"):
-        EventTableWriter({})
-    for arguments in ({"done_key": None}, {"stream_key": 3}, {"init_key": ()}):
-        with pytest.raises(TypeError, match="must be the name of an entry"):
-            EventTableWriter(EventTables([SPEC], {"a": 5}), **arguments)
-    with pytest.raises(KeyError, match="there is no table 'x'"):
-        EventTables([SPEC], {"a": 5})["x"]
 
 
 @pytest.mark.parametrize(
@@ -390,13 +340,6 @@ def test_a_function_that_cannot_be_sent_is_named():
         pickle.dumps(tables)
 
 
-def buffer(tables, size, ndim=1, storage=None, sampled=False, **writer):
-    storage = LazyTensorStorage(size, ndim=ndim) if storage is None else storage
-    sampler = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5}, min_size=1) if sampled else None
-    writer = EventTableWriter(tables, **writer)
-    return TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=4)
-
-
 def test_storages_that_do_not_fit():
     tables = EventTables([SPEC], {"a": 5, "default": 10}, retention="pinned")
     with pytest.raises(ValueError, match=r"has 12 slots, the capacities add up to 15"):
@@ -421,22 +364,18 @@ def test_a_state_of_other_tables_is_refused():
         other.writer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("writer", [EventTableWriter, CompilableWriter, TensorDictRoundRobinWriter])
+@pytest.mark.parametrize("writer", [EventTableWriter, CompilableWriter])
 def test_a_row_that_is_no_tensordict_is_refused_before_anything_changes(writer):
     rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
-    if writer is not EventTableWriter:
+    if writer is CompilableWriter:
         rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), writer=writer(), batch_size=4)
-    rb.extend(scripted(3))
-    row = scripted(1)[0]
-    for call in (rb.add, rb.writer.add):
-        # TorchRL's own writer refuses it too, but moves its cursor
-        with pytest.raises(AttributeError if writer is TensorDictRoundRobinWriter else TypeError):
-            call(row.to_dict())
-    if writer is not TensorDictRoundRobinWriter:
+    rb.extend(marked(3))
+    row = marked(1)[0].to_dict()
+    for add in (rb.add, rb.writer.add):
         with pytest.raises(TypeError, match=rf"{writer.__name__}\.add: the data must be a TensorDict, not dict; write"):
-            rb.add(row.to_dict())
-        assert len(rb) == rb.write_count == 3
-        assert rb.add(TensorDict(row.to_dict())) == 3
+            add(row)
+    assert len(rb) == rb.write_count == 3
+    assert rb.add(TensorDict(row)) == 3
 
 
 def test_add_is_refused_in_several_columns_before_anything_changes():
@@ -460,16 +399,6 @@ def test_a_row_may_be_a_tensorclass(capacity):
     for number in range(3):
         assert rb.add(Row(end=torch.tensor([number == 2]), batch_size=[])) == number
     assert tables["end"].index().tolist() == [1, 2]
-
-
-def marked(*shape, event=()):
-    """Transitions with the entry ("next", "a"), True at the positions ``event`` of the flattened data."""
-    count = torch.Size(shape).numel()
-    flags = torch.zeros(count, 1, dtype=torch.bool)
-    done = flags.clone()
-    flags[list(event)] = True
-    data = TensorDict({"number": torch.arange(count), "next": {"done": done, "terminated": done, "a": flags}}, [count])
-    return data.reshape(shape)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
@@ -501,12 +430,7 @@ def test_data_with_another_number_of_lanes_is_refused():
 
 
 def test_a_writer_is_restored_over_a_list_storage():
-    def make_buffer():
-        tables = EventTables([EventSpec("a", ("next", "a"), 2)], {"a": 4})
-        writer = EventTableWriter(tables)
-        return TensorDictReplayBuffer(storage=ListStorage(16), writer=writer, sampler=RandomSampler(), batch_size=4)
-
-    saved, restored = make_buffer(), make_buffer()
+    saved, restored = (buffer(EventTables([SPEC], {"a": 9}), 16, storage=ListStorage(16)) for _ in range(2))
     saved.extend(marked(10, event=[4]))
     restored.load_state_dict(saved.state_dict())
-    assert restored.writer.tables["a"].index().tolist() == [3, 4]
+    assert restored.writer.tables["a"].index().tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,283 @@
+"""Corrections of EventTableSampler: importance weights, counts of pairs and of classes, and their schedules."""
+
+import math
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.data import buffer_with, event_sampler
+from tests.events import NaiveTables, scripted
+from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
+from tests.samplers.experience import probabilities
+from torchrl_replay_ext import Anneal, EventSpec, EventTables, EventTableSampler
+
+
+def two_outcomes(count=4000, **sampler):
+    """One (s, a) with two outcomes, where z = 1 is an event (the example of the paper), and another (s, a)."""
+    torch.manual_seed(1)
+    z = torch.arange(count) % 2
+    other = torch.arange(count) % 5 == 4
+    obs = torch.where(other, 7.0, 3.0)
+    data = TensorDict(
+        {
+            "observation": obs.unsqueeze(1),
+            "action": other.long(),
+            "z": z,
+            "next": {"done": torch.ones(count, 1, dtype=torch.bool), "hit": (z == 1) & ~other},
+        },
+        [count],
+    )
+    rb = buffer_with(event_sampler(count, ("next", "hit"), 1, name="hit", **sampler), count, batch_size=2000)
+    rb.extend(data)
+    return rb
+
+
+def weighted_share(rb):
+    """The weighted share of z = 1 in the draws of the first (s, a), and the weighted share of the first (s, a)."""
+    samples = torch.cat([rb.sample() for _ in range(100)])
+    first = samples["action"] == 0
+    weight = samples["priority_weight"].double()
+    share = (weight * (samples["z"] == 1))[first].sum() / weight[first].sum()
+    return float(share), float(weight[first].sum() / weight.sum())
+
+
+def test_corrections_of_the_sources_example():
+    """Of the 4000 transitions, 1600 are events, and 1600 are other outcomes of the same pair."""
+    # .5 / 1600 + .5 / 4000 against .5 / 4000
+    assert weighted_share(two_outcomes())[0] == pytest.approx(0.777, abs=0.01)
+    for correction in ("conditional", "mixture", "priority"):
+        share, of_pair = weighted_share(two_outcomes(correction=correction))
+        assert share == pytest.approx(0.5, abs=0.01), correction
+        # the over-sampling of the pair remains, or is removed
+        expected = 0.5 + 0.5 * 0.8 if correction == "conditional" else 0.8
+        assert of_pair == pytest.approx(expected, abs=0.01), correction
+
+
+def test_lemma_2_as_printed():
+    """w = 1 - η P_out inside, 1 / (1 - η) outside: .5294 instead of .5 where .75 of the draws are events."""
+    batch = two_outcomes(correction="lemma2").sample()
+    inside = (batch["z"] == 1) & (batch["action"] == 0)
+    w_in, w_out = 1 - 0.5 * 0.5, 1 / (1 - 0.5)
+    torch.testing.assert_close(batch["priority_weight"], torch.where(inside, w_in / w_out, 1.0))
+
+
+def test_priority_correction_draws_by_membership():
+    torch.manual_seed(0)
+    rb = two_outcomes(correction="priority")
+    inside = torch.zeros(4000, dtype=torch.bool)
+    inside[rb.sampler.tables["hit"].index()] = True
+    p = 1 + 0.5 * (2.0 * inside.double() - 1)
+    torch.testing.assert_close(probabilities(rb), p / p.sum())
+    batch = rb.sample()
+    assert (batch["table"] == 0).all()
+    expected = torch.where(inside[batch["index"]], (1 - 0.5) / (1 + 0.5), 1.0)
+    torch.testing.assert_close(batch["priority_weight"], expected)
+    rb.sampler.eta = {"default": 0.8, "hit": 0.2}
+    p = 1 + 0.2 * (2.0 * inside.double() - 1)
+    torch.testing.assert_close(probabilities(rb), p / p.sum(), atol=1e-9, rtol=1e-6)
+
+
+def assert_weights_of_pairs(rb):
+    """m of each slot is the mean of p over the slots with the same (s, a), found by comparing all pairs."""
+    sizes = rb.sampler.tables.sizes()
+    shares = {name: share for name, share in ETA.items() if sizes[name]}
+    p = expected_mixture(rb, {name: share / sum(shares.values()) for name, share in shares.items()})[: len(rb)]
+    pair = rb.storage[:]["observation"][:, 0] * 10 + rb.storage[:]["action"]
+    same = (pair.unsqueeze(0) == pair.unsqueeze(1)).double()
+    batch = rb.sample()
+    weight = ((same @ p) / same.sum(1) / p)[batch["index"]]
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+
+
+@pytest.mark.parametrize(("streams", "p_event"), [(1, 0.2), (5, 0.2), (5, 0.04)])
+def test_pairs_are_counted_through_everything_that_happens_to_tables(streams, p_event):
+    rb = make(size=40, correction="conditional", batch_size=20)
+    data = with_pairs(scripted(400, seed=8, p_event=p_event, streams=streams))
+    generator = torch.Generator().manual_seed(1)
+    first = 0
+    while first < 400:
+        step = int(torch.randint(1, 30, (), generator=generator))
+        rb.extend(data[first : first + step].clone())
+        first += step
+        if step % 3 == 0:
+            rb.mark_update(torch.arange(3, min(9, len(rb))))
+        rb.sampler.check_valid()
+        assert_weights_of_pairs(rb)
+    # a pair that appears later
+    rb.set_sampler(sampler_of(rb.sampler.tables, correction="conditional"))
+    assert_weights_of_pairs(rb)
+
+
+def test_schedules_of_beta_count_batches_without_priorities():
+    rb = filled(correction="mixture", beta=Anneal(0.2, 1.0, 4))
+    for expected in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0):
+        assert rb.sampler.beta == pytest.approx(expected)
+        rb.sample()
+
+
+def test_exponents_without_effect_do_not_exist():
+    plain, corrected, prioritized = make(), make(correction="mixture"), make(priority={"kind": "rank"})
+    for rb, name, needed in ((plain, "alpha", "priority="), (corrected, "alpha", "priority=")):
+        with pytest.raises(AttributeError, match=f"has no {name}; it needs {needed}"):
+            setattr(rb.sampler, name, 0.5)
+    with pytest.raises(AttributeError, match="has no beta; it needs correction= or priority="):
+        plain.sampler.beta = 0.5
+    assert {"alpha", "beta"}.isdisjoint(plain.sampler.stats().keys())
+    assert corrected.sampler.beta == 1.0
+    for beta in (0.5, Anneal(0.4, 1.0, 10)):
+        for priority in (None, {"kind": "proportional"}):
+            with pytest.raises(ValueError, match=r"beta is the exponent of correction=; .*priority=dict"):
+                make(beta=beta, priority=priority)
+    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.5)
+
+
+def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
+    """Σ_i p_i · loss_i / (n p_i) is the mean of the losses."""
+    rb = filled(correction="mixture")
+    batch = rb.sample()
+    weight = 1 / batch["sample_probability"].double()
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+    rb.sampler.beta = 0.4
+    batch = rb.sample()
+    weight = batch["sample_probability"].double() ** -0.4
+    torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
+
+
+def naive_class_weights(naive, eta, priority):
+    """w of each stored transition up to a factor, from plain lists; w and ``priority`` are indexed by number."""
+    tables = {"default": list(naive.default), **{name: list(table) for name, table in naive.tables.items()}}
+    stored = naive.stored()
+    rate, drawn = {}, {}
+    for label in {frozenset(naive.entered[number]) for number in stored}:
+        members = [number for number in stored if naive.entered[number] == label]
+        complete_from = 1 + min(naive.dropped[name] for name in ("default", *label))
+        rate[label] = len(members) / (naive.count - complete_from)
+        drawn[label] = sum(
+            eta[name] * sum(naive.entered[number] == label for number in table) / len(table)
+            for name, table in tables.items()
+        )
+    weights = {}
+    for number in stored:
+        label = frozenset(naive.entered[number])
+        holding = {name: table for name, table in tables.items() if number in table}
+        evenly = sum(eta[name] / len(table) for name, table in holding.items())
+        by_priority = sum(
+            eta[name] * priority[number] / sum(priority[other] for other in table) for name, table in holding.items()
+        )
+        weights[number] = rate[label] / drawn[label] * evenly / by_priority
+    return weights
+
+
+@pytest.mark.parametrize("kind", [None, "proportional"])
+def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(kind):
+    specs, capacity = [("a", 4, "a"), ("b", 2, "b")], {"default": 40, "a": 15, "b": 50}
+    tables = tables_of("pinned", history=(4, 2), **capacity)
+    sampler = sampler_of(tables, correction="mixture", priority=kind and {"kind": kind, "alpha": 1.0})
+    rb = buffer_with(sampler, 105, batch_size=200)
+    naive, data = NaiveTables(specs, capacity), scripted(900, streams=3, p_event=0.06, seed=5)
+    for first in range(0, 900, 7):
+        naive.extend(data[first : first + 7])
+        rb.extend(data[first : first + 7].clone())
+        if first % 70 or not min(tables.sizes().values()):
+            continue
+        rb.sampler.check_valid()
+        live = torch.cat([tables[name].index() for name in tables]).unique()
+        mass = torch.ones(105)
+        if kind is not None:
+            mass = 0.1 + torch.rand(105)
+            rb.update_priority(live, (mass[live] - 1e-6) ** 2)
+        batch = rb.sample()
+        # no update of the batch follows
+        rb.sampler.state.log.draws.zero_()
+        number_of_slot = rb.storage[:]["number"]
+        priority = {int(number_of_slot[slot]): float(mass[slot]) for slot in range(len(rb))}
+        expected = naive_class_weights(naive, ETA, priority)
+        expected = torch.tensor([expected[number] for number in batch["number"].tolist()])
+        torch.testing.assert_close(batch["priority_weight"], expected / expected.max(), rtol=1e-4, atol=1e-6)
+    assert set(naive.dropped.values()).isdisjoint({-1}), "every table has dropped something"
+
+
+def outcomes(retention, correction):
+    """Mean and error over batches of the weighted shares of four outcomes of one (s, a): no event, a, b, both."""
+    torch.manual_seed(0)
+    tables = tables_of(retention, default=300, a=150, b=450, history=(1, 1))
+    rb = buffer_with(sampler_of(tables, correction=correction), 900, batch_size=200)
+    shares = []
+    for step in range(400):
+        z = torch.multinomial(torch.tensor(OUTCOMES), 300, replacement=True)
+        done = torch.ones(300, 1, dtype=torch.bool)
+        rb.extend(TensorDict({"z": z, "next": {"a": z % 2 == 1, "b": z >= 2, "done": done}}, [300]))
+        if step >= 50:
+            batch = rb.sample()
+            weight = batch["priority_weight"].double()
+            shares.append(torch.zeros(4, dtype=torch.float64).index_add_(0, batch["z"], weight) / weight.sum())
+    shares = torch.stack(shares)
+    return shares.mean(0), shares.std(0) / math.sqrt(len(shares))
+
+
+OUTCOMES = (0.85, 0.05, 0.05, 0.05)
+
+
+@pytest.mark.parametrize("retention", ["ring", "pinned"])
+def test_mixture_gives_each_outcome_its_probability_however_long_tables_keep_it(retention):
+    """The default table keeps 300 transitions, table a its entries of about 1500 steps, table b of 4500."""
+    truth = torch.tensor(OUTCOMES, dtype=torch.float64)
+    mean, error = outcomes(retention, "mixture")
+    # successive batches are drawn from almost the same transitions
+    assert ((mean - truth).abs() < 8 * error).all() and ((mean - truth).abs() < 0.01).all(), mean
+    mean, _ = outcomes(retention, None)
+    assert ((mean - truth).abs() > 0.03).all(), "without correction they are biased"
+
+
+def test_class_counts_follow_tables_through_all_that_happens_to_them():
+    rb = make("pinned", size=80, correction="mixture")
+    data = scripted(600, seed=4, p_event=0.1, streams=2)
+    for number, rows in enumerate(data.split(20)):
+        if number == 10:
+            rb.sampler.tables["b"].capacity = 9
+        elif number == 15:
+            rb.sampler.tables["b"].capacity = 20
+            rb.mark_update(torch.arange(5))
+        elif number == 20:
+            rb.set_sampler(sampler_of(rb.sampler.tables, correction="mixture"))
+        elif number == 25:
+            rb = pickle.loads(pickle.dumps(rb))
+        elif number == 28:
+            rb.empty()
+        rb.extend(rows.clone())
+        rb.sampler.check_valid()
+        weight = rb.sample()["priority_weight"]
+        # also of a sampler that was attached later
+        assert weight.isfinite().all() and weight.max() == 1 and (weight > 0).all()
+
+
+def test_too_many_sets_of_pinned_tables_are_refused():
+    names = [f"e{number}" for number in range(17)]
+    tables = EventTables(
+        [EventSpec(name, ("next", name), 1) for name in names],
+        dict.fromkeys(["default", *names], 2),
+        retention="pinned",
+    )
+    eta = {"default": 1.0} | dict.fromkeys(names, 0.0)
+    with pytest.raises(ValueError, match="for at most 16"):
+        EventTableSampler(tables, eta=eta, correction="mixture")
+    EventTableSampler(tables, eta=eta)
+
+
+@pytest.mark.parametrize("parts", [("storage", "writer", "sampler"), ("sampler", "storage", "writer")])
+@pytest.mark.parametrize("options", [{"correction": "conditional"}, {"priority": {"kind": "proportional"}}])
+def test_tables_and_sampler_can_be_loaded_in_any_order(options, parts):
+    buffers = [make(**options) for _ in range(2)]
+    for rb, count in zip(buffers, (150, 90), strict=True):
+        rb.extend(with_pairs(scripted(count, seed=count, p_event=0.15)))
+        if "priority" in options:
+            update(rb, seed=count)
+    for part in parts:
+        first, second = (getattr(rb, part) for rb in buffers)
+        second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(*map(probabilities, buffers), rtol=0, atol=0)
+    buffers[1].sampler.check_valid()
+    if "correction" in options:
+        assert_weights_of_pairs(buffers[1])

@@ -1,0 +1,188 @@
+"""Streams of samplers that need the order of rows: ids, marks, episodes that break off, and rejected writes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter
+
+from tests.data import buffer_of, buffer_with, rows
+from tests.samplers.experience import INTERRUPTED, assert_priorities, probabilities
+from torchrl_replay_ext import ProportionalSampler, ReaPERSampler, RecencySampler, TrajectoryRetraceSampler
+from torchrl_replay_ext.functional import reliability
+
+slices = partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())
+
+
+def assert_episodes(buffer, expected):
+    """Check the probabilities against those of the given episode of each slot; -1: the slot is never drawn."""
+    expected, size = torch.tensor(expected), len(buffer)
+    oldest = buffer.write_count % size if size == buffer.storage.max_size else 0
+    order = torch.tensor([slot for slot in (torch.arange(size) + oldest).remainder(size) if expected[slot] >= 0])
+    error = torch.linspace(0.5, 2.0, len(order))
+    buffer.update_priority(order, error.square())
+    done = buffer.storage[:]["next", "done"].squeeze(-1)
+    finished = torch.isin(expected[order], expected[done])
+    priority = torch.zeros(size, dtype=torch.float64)
+    priority[order] = reliability(error, expected[order], finished).double() ** 0.2 * error.double() ** 0.4
+    assert_priorities(buffer, priority)
+
+
+@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
+@pytest.mark.parametrize("sampler", [ReaPERSampler, slices])
+def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler):
+    buffer = buffer_of(sampler, capacity=20, num_streams=2)
+    buffer.extend(rows(2, ids=[0, 1]))
+    buffer.extend(rows(2, ids=[0, 2], done=[0]))
+    # trajectory 0 takes the lane that was written to least recently, that of trajectory 1, and 1 takes that of 2
+    for ids in ([0, 0], [0, 1], [1, 0]):
+        buffer.extend(rows(2, ids=ids))
+    buffer.sampler.check_valid()
+    assert buffer.sampler.stats()["interrupted"] == 2
+    assert len(buffer) == 10
+
+
+def test_writes_go_on_after_a_refused_one():
+    buffer = buffer_of(ReaPERSampler, capacity=6)
+    buffer.extend(rows(6, done=[5], ids=[0] * 6))
+    with pytest.raises(ValueError, match="num_streams=1"):
+        buffer.extend(rows(3, ids=[1, 2, 1]))
+    # the rejected rows are in the storage, but are never drawn
+    buffer.extend(rows(2, done=[1], ids=[3, 3]))
+    assert_episodes(buffer, [-1, -1, -1, 0, 0, 1])
+    buffer.extend(rows(2, done=[1], ids=[4, 4]))
+    buffer.extend(rows(2, ids=[5, 5]))
+    assert_episodes(buffer, [1, 2, 2, 0, 0, 1])
+    buffer.sampler.check_valid()
+
+
+@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
+@pytest.mark.parametrize(("num_streams", "of_anchors"), [(2, 3), (3, 2)])
+def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothing(num_streams, of_anchors):
+    anchors = ReaPERSampler(200, num_streams=of_anchors)
+    sampler = slices(200, num_streams=num_streams, on_load="continue", anchors=anchors)
+    buffer = buffer_with(sampler, 200)
+    buffer.extend(rows(62, done=[30], ids=[0] * 31 + [1] * 31))
+    with pytest.raises(ValueError, match="num_streams=2"):
+        buffer.extend(rows(6, ids=[1, 2, 3] * 2))
+    sampler.check_valid()
+    buffer.extend(rows(40, ids=[1] * 40))
+    sampler.check_valid()
+    sampler.load_state_dict(sampler.state_dict())
+
+
+ONE_STREAM = {
+    "reaper": ReaPERSampler,
+    "slices": slices,
+    "slices, reaper": lambda size: slices(size, anchors=ReaPERSampler(size)),
+}
+BROKE_OFF = "is closed at its last stored step"
+
+
+@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
+def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_once(sampler):
+    """Another collector starts new episodes; the last one of the first collector is unfinished."""
+    buffer = buffer_of(sampler, capacity=20)
+    buffer.extend(rows(4, done=[1], ids=[187, 187, 188, 188]))
+    with pytest.warns(UserWarning, match=BROKE_OFF):
+        buffer.extend(rows(3, ids=[189, 189, 189]))
+    # there is no second warning
+    buffer.extend(rows(2, ids=[190, 190]))
+    buffer.extend(rows(2, ids=[0, 0]))
+    # an id of a trajectory that was interrupted may begin another one
+    buffer.extend(rows(4, done=[0, 1, 2, 3], ids=[0, 187, 188, 189]))
+    assert len(buffer) == 15
+    assert int(buffer.sampler.stats()["interrupted"]) == 3
+    buffer.sampler.check_valid()
+    if isinstance(buffer.sampler, ReaPERSampler):
+        assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7])
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{BROKE_OFF}:UserWarning")
+@pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
+@pytest.mark.parametrize("envs", [2, 20])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs, at_once):
+    buffer = buffer_of(sampler, capacity=100)
+    with pytest.raises(ValueError, match=r"num_streams=1\. Pass num_streams=<number of environments"):
+        if at_once:
+            buffer.extend(rows(2 * envs, ids=[*range(envs)] * 2))
+        for env in [*range(envs)] * 2:
+            buffer.extend(rows(1, ids=[env]))
+    assert int(buffer.sampler.stats()["num_items"]) == (0 if at_once else envs)
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, RecencySampler, partial(TrajectoryRetraceSampler, slice_len=2)])
+def test_only_writers_in_turn(sampler):
+    writer = TensorDictMaxValueWriter(rank_key="rank")
+    buffer = buffer_with(sampler(6), 6, writer=writer)
+    with pytest.raises(ValueError, match="round-robin"):
+        buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
+
+
+def test_a_marked_first_transition_ends_the_trajectory_before():
+    buffer = buffer_of(ReaPERSampler)
+    first = torch.tensor([True, False, True, False])
+    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
+    assert_episodes(buffer, [0, 0, 1, 1])
+    # the same id from a second collector
+    buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
+    assert_episodes(buffer, [0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, slices])
+def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
+    """In flat storage with several streams, the mark does not identify the stream."""
+    buffer = buffer_of(sampler, capacity=20, num_streams=2)
+    first = torch.tensor([True, False] * 2)
+    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
+    buffer.extend(rows(4, ids=[2, 2, 3, 3], is_init=first))
+    # 3 continues, 4 takes the lane of 2
+    buffer.extend(rows(4, ids=[3, 3, 4, 4], is_init=torch.tensor([False, False, True, False])))
+    if sampler is ReaPERSampler:
+        assert_episodes(buffer, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])
+    buffer.sampler.check_valid()
+    assert buffer.sampler.stats()["interrupted"] == 0
+    # a trajectory that was ended like this continues without a mark
+    with pytest.warns(UserWarning, match=BROKE_OFF):
+        buffer.extend(rows(2, ids=[2, 2], is_init=torch.zeros(2, dtype=torch.bool)))
+    assert buffer.sampler.stats()["interrupted"] == 1
+
+
+@pytest.mark.parametrize("compilable", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "missing"),
+    [
+        (ReaPERSampler, ("next", "done")),
+        (partial(TrajectoryRetraceSampler, slice_len=2), ("next", "done")),
+        (partial(TrajectoryRetraceSampler, slice_len=2), "logits"),
+        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ProportionalSampler(size)), "logits"),
+        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ReaPERSampler(size)), ("next", "done")),
+    ],
+)
+def test_a_refused_first_write_is_not_drawn(sampler, missing, compilable):
+    data = rows(4, done=[3], logits=torch.zeros(4, 2))
+    buffer = buffer_with(sampler(20), 20, compilable=compilable, batch_size=20)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            buffer.extend(data.exclude(missing))
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer.sample()
+    index = buffer.extend(data.clone())
+    assert set(buffer.sample()["index"].tolist()) == set(index.tolist())
+    assert probabilities(buffer).nonzero().squeeze(1).tolist() == index.tolist()
+    buffer.sampler.check_valid()
+
+
+def test_a_state_can_be_loaded_after_the_storage_was_filled():
+    """The order of rows that a storage already held is unknown; that of the loaded state is known."""
+    source, target = (buffer_of(ReaPERSampler, capacity=20, batch_size=4) for _ in range(2))
+    source.extend(rows(25))
+    source.update_priority(torch.arange(20), torch.linspace(0.1, 1.0, 20))
+    state = copy.deepcopy(source.state_dict())
+    target.storage.load_state_dict(copy.deepcopy(state["_storage"]))
+    target.sample()
+    target.load_state_dict(state)
+    target.extend(rows(5))
+    assert float(target.sampler.stats()["never_updated"]) == 0.25
