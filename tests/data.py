@@ -147,8 +147,8 @@ def buffer_with(sampler, capacity, *, compilable=False, ndim=1, device="cpu", **
     """A buffer with this sampler, a matching storage, and for event tables an EventTableWriter."""
     drawn_by = getattr(sampler, "critic_sampler", sampler)
     drawn_by = getattr(drawn_by, "anchors", drawn_by)
-    if isinstance(drawn_by, EventTableSampler):
-        arguments = {"writer": EventTableWriter(drawn_by.tables), **arguments}
+    if isinstance(drawn_by, EventTableSampler) and "writer" not in arguments:
+        arguments["writer"] = EventTableWriter(drawn_by.tables)
     make, storage = TensorDictReplayBuffer, LazyTensorStorage
     if compilable:
         make, storage = CompilableReplayBuffer, CompilableTensorStorage
@@ -167,6 +167,7 @@ def buffer_of(
 def learn(rb, error=None) -> TensorDict:
     """Draw a batch and update its priorities, by random TD errors or all by ``error``; returns the batch."""
     batch = rb.sample()
-    batch["td_error"] = torch.rand(len(batch)) + 0.1 if error is None else torch.full((len(batch),), error)
+    errors = torch.rand(len(batch), device=batch.device) + 0.1
+    batch["td_error"] = errors if error is None else torch.full_like(errors, error)
     rb.update_tensordict_priority(batch)
     return batch

@@ -52,8 +52,8 @@ NAME = "emulated"
 LIBRARIES = (torchrl, tensordict)
 
 _aten = torch.ops.aten
-_READS = {
-    getattr(_aten, name): name
+_READS = tuple(
+    getattr(_aten, name)
     for name in (
         "_local_scalar_dense",
         "nonzero",
@@ -67,27 +67,15 @@ _READS = {
         "is_nonzero",
         "_linalg_check_errors",
     )
-}
+)
 # These read a 0-dim tensor that is given as the value.
 _FILLS = tuple(getattr(_aten, name) for name in ("index_fill", "index_fill_", "masked_fill", "masked_fill_"))
 _GATHERS = (_aten.index, _aten._unsafe_index)
 _SCATTERS = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 # Not pointwise, but they take a 0-dim CPU tensor as a number.
-_TAKE_NUMBERS = tuple(
-    getattr(_aten, name)
-    for name in (
-        "where",
-        "fill_",
-        "index_fill",
-        "index_fill_",
-        "masked_fill",
-        "masked_fill_",
-        "scatter_",
-        "clamp",
-        "clamp_",
-        "clamp_max",
-        "clamp_min",
-    )
+_TAKE_NUMBERS = (
+    *_FILLS,
+    *(getattr(_aten, name) for name in ("where", "fill_", "scatter_", "clamp", "clamp_", "clamp_max", "clamp_min")),
 )
 _ALLOCATES = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 
@@ -307,17 +295,14 @@ class EmulatedDevice(TorchDispatchMode):
         if operation is _aten._to_copy:
             if target is not None and (target.type == NAME) != bool(ours):
                 self._count_copy(target.type == NAME, args[0], kwargs.get("non_blocking", False))
-        elif operation is _aten.copy_:
-            if ours and others:
-                non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-                self._count_copy(isinstance(args[0], EmulatedTensor), args[1], non_blocking)
-        elif operation is _aten._foreach_copy_:
-            for own, source in zip(*args[:2], strict=True):
+        elif operation in (_aten.copy_, _aten._foreach_copy_):
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            targets, sources = args[:2] if operation is _aten._foreach_copy_ else ([args[0]], [args[1]])
+            for own, source in zip(targets, sources, strict=True):
                 if isinstance(own, EmulatedTensor) != isinstance(source, EmulatedTensor):
-                    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
                     self._count_copy(isinstance(own, EmulatedTensor), source, non_blocking)
         elif operation in _READS:
-            self.wait("item" if operation is _aten._local_scalar_dense else _READS[operation])
+            self.wait("item" if operation is _aten._local_scalar_dense else operation.__name__)
         elif operation in _GATHERS or operation in _SCATTERS:
             self._inspect_indices(function, args)
         elif ours and others:

@@ -1,4 +1,4 @@
-"""Parameters of tests that take long, and names of modules."""
+"""Parameters that several tests share, also of tests that take long, and names of modules."""
 
 import pkgutil
 from collections.abc import Collection, Iterable
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import torchrl_replay_ext
+
+both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 
 
 def slow_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -1,3 +1,5 @@
+"""Anneal and the hyperparameters that follow it: values, limits, errors and saved states."""
+
 import dataclasses
 import math
 import pickle

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tests.data import learn
 from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
 
 SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
@@ -20,10 +21,8 @@ def use_buffer(buffer, seconds, first):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for _ in range(4):
-            batch = buffer.sample(16)
-            batch["td_error"] = torch.rand(16)
-            buffer.update_tensordict_priority(batch)
-            assert bool(((batch["index"] >= 0) & (batch["index"] < CAPACITY)).all())
+            index = learn(buffer)["index"]
+            assert bool(((index >= 0) & (index < CAPACITY)).all())
         first += 5
         buffer.extend(rows(range(first, first + 5), done=[first + 4]))
 
@@ -44,21 +43,9 @@ def use_sampler(buffer, seconds, writes):
 
 def in_threads(*works):
     """Run functions with arguments in threads; raises the errors that they raised."""
-    errors = []
-
-    def run(function, *arguments):
-        try:
-            function(*arguments)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    with ThreadPoolExecutor(len(works)) as pool:
+        for running in [pool.submit(*work) for work in works]:
+            running.result()
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
@@ -71,7 +58,7 @@ def test_threads_that_call_the_buffer(name, seconds):
 
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
 def test_writes_and_updates_while_batches_are_drawn_ahead(name):
-    buffer, number = make(name, batch_size=8, prefetch=3), CAPACITY
+    buffer, number = make(name, prefetch=3), CAPACITY
     buffer.extend(rows(range(CAPACITY), done=[CAPACITY - 1]))
     end = time.monotonic() + 0.5
 
@@ -81,14 +68,11 @@ def test_writes_and_updates_while_batches_are_drawn_ahead(name):
             buffer.extend(rows(range(number, number + 3), done=[number + 2] if random.random() < 0.3 else []))
             number += 3
 
-    def learn():
+    def draw_and_update():
         while time.monotonic() < end:
-            batch = buffer.sample()
-            assert whole(batch)
-            batch["td_error"] = torch.rand(8)
-            buffer.update_tensordict_priority(batch)
+            assert whole(learn(buffer))
 
-    in_threads((write,), (learn,), (learn,))
+    in_threads((write,), (draw_and_update,), (draw_and_update,))
     buffer.synchronize()
     buffer.sampler.check_valid()
     stored = buffer.storage[:]["next", "number"].sort().values.tolist()

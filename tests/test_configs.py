@@ -224,24 +224,15 @@ def test_a_condition_may_be_a_function_or_adapt(value, condition):
     assert buffer.writer.tables.specs[1].condition == condition
 
 
+# errors of the configurations, and one of a class that they make
 WRONG = {
     "out of range": ("reaper", ["replay_buffer.sampler.omega=-1"], r"ReaPERSampler\(omega=-1\): omega must be >= 0"),
-    "no number": (
-        "rank",
-        ["replay_buffer.sampler.alpha=much"],
-        r"RankBasedSampler\(alpha='much'\): alpha must be a number",
-    ),
     "no schedule": (
         "reaper",
         ["replay_buffer.sampler.beta={start: 1, end: 0}"],
         r"ReaPERSampler\(beta={'start': 1, 'end': 0}\): .* missing 1 required .*'num_updates'",
     ),
     "other loss": ("rank", ["loss._target_=torchrl.objectives.A2CLoss"], "set it to 'squared'"),
-    "keys": (
-        "trajectory_retrace",
-        ["replay_buffer.sampler.slice_len=5", "replay_buffer.sampler.behaviour_keys=[3]"],
-        "behaviour_keys must be the name of an entry",
-    ),
     "writer": ("event_table", [], "choose writer@replay_buffer.writer=event_table"),
     "no events": ("event_table", event_tables()[:1], "set replay_buffer.writer.events and .capacity"),
     "no event": ("event_table", event_tables(late="3"), r"\(events.late=3\): must be a mapping"),
@@ -249,11 +240,6 @@ WRONG = {
         "event_table",
         event_tables(late="{condition: x, hystory: 3}"),
         r"EventTableSampler\(events.late={'condition': 'x', 'hystory': 3}\): .* unexpected .*'hystory'",
-    ),
-    "operator": (
-        "event_table",
-        event_tables(late="{condition: {key: x, op: '=>', value: 1}, history: 3}"),
-        r"Threshold\(op='=>'\): op must be '>', ",
     ),
     "threshold": (
         "event_table",
@@ -267,12 +253,6 @@ WRONG = {
     ),
     "capacity": ("event_table", event_tables(capacity="{end: 9}"), "capacity names"),
     "eta": ("event_table", event_tables(eta="0.5"), r"eta=0.5\): must be a mapping"),
-    "sum": ("event_table", event_tables(eta="{default: 0.6, end: 0.3, late: 0.2}"), "must sum to 1"),
-    "storage": (
-        "compilable",
-        ["sampler@replay_buffer.sampler=per", "replay_buffer=compilable"],
-        "pass storage=CompilableTensorStorage",
-    ),
 }
 
 

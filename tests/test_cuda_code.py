@@ -12,8 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.common import update as updates
-from recipes.common.cli import DONE
 from tests.kernels import (
     implementations,
     test_episode_kernels,
@@ -26,8 +24,8 @@ from tests.kernels import (
 )
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
-from tests.recipes.runs import composed
 from tests.test_compiled import CASES, step
+from tests.test_cuda_graphs import train
 from torchrl_replay_ext.kernels import ops
 
 pytest.importorskip("triton")
@@ -65,8 +63,7 @@ def test_steps_of_buffers_are_compiled_to_kernels_of_the_gpu(name):
 
 @pytest.mark.parametrize("name", slow_but(["dqn, event tables"], RUNS))
 def test_updates_of_recipes_are_compiled_to_kernels_of_the_gpu(name, tmp_path, monkeypatch):
-    recipe, overrides = RUNS[name]
-    module, compiled = import_module(f"recipes.{recipe}"), set()
+    compiled = set()
 
     def generated(function, cudagraphs):
         def call(*arguments):
@@ -77,10 +74,7 @@ def test_updates_of_recipes_are_compiled_to_kernels_of_the_gpu(name, tmp_path, m
 
         return call
 
-    for place in (updates, module):
-        if hasattr(place, "compile_step"):
-            monkeypatch.setattr(place, "compile_step", generated)
-    assert module.train(composed(recipe, *overrides, "compile=true", "device=cpu"), tmp_path) == DONE
+    train(name, tmp_path, monkeypatch, generated)
     assert compiled
 
 

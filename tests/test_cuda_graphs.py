@@ -85,8 +85,7 @@ def recorder(monkeypatch, backend):
     """compile_step records graphs on the CPU, which are not compiled by inductor."""
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", backend)
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", Recorder)
-    monkeypatch.setattr(Recorder, "recorded", 0)
-    monkeypatch.setattr(Recorder, "replays", 0)
+    Recorder.recorded = Recorder.replays = 0
     return Recorder
 
 
@@ -267,6 +266,16 @@ def test_a_recorded_cycle_of_a_buffer_is_the_compiled_one(recorder):
     assert recorder.replays == 17
 
 
+def train(name, path, monkeypatch, compile_step, *options):
+    """Run a recipe with another ``compile_step``."""
+    recipe, overrides = RUNS[name]
+    module = import_module(f"recipes.{recipe}")
+    for place in (updates, module):
+        if hasattr(place, "compile_step"):
+            monkeypatch.setattr(place, "compile_step", compile_step)
+    assert module.train(composed(recipe, *overrides, "compile=true", "device=cpu", *options), path) == DONE
+
+
 @pytest.mark.parametrize("name", slow_but(["dqn, event tables"], RUNS))
 def test_recipes_train_with_recorded_updates(name, recorder, tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "WARM_UP", 1)
@@ -274,13 +283,7 @@ def test_recipes_train_with_recorded_updates(name, recorder, tmp_path, monkeypat
     def recorded(function, cudagraphs):
         return compile_step(function, cudagraphs=True)
 
-    recipe, overrides = RUNS[name]
-    options = ["compile=true", "device=cpu", f"{recipe}.total_steps=64"]
-    module = import_module(f"recipes.{recipe}")
-    for place in (updates, module):
-        if hasattr(place, "compile_step"):
-            monkeypatch.setattr(place, "compile_step", recorded)
-    assert module.train(composed(recipe, *overrides, *options), tmp_path) == DONE
+    train(name, tmp_path, monkeypatch, recorded, f"{RUNS[name][0]}.total_steps=64")
     assert recorder.recorded and recorder.replays > recorder.recorded
 
 

@@ -8,9 +8,9 @@ import torch
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_with, random_rows
+from tests.data import buffer_with, learn, random_rows
 from tests.emulated_device import EmulatedDevice
-from tests.params import slow_but
+from tests.params import both_buffers, slow_but
 from torchrl_replay_ext import (
     CompilableTensorStorage,
     ProportionalSampler,
@@ -33,7 +33,6 @@ SAMPLERS = {
     "slices, proportional": lambda: TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler()),
 }
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
-both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +79,7 @@ def waits(device, buffer):
         buffer.extend(data)
         writes.append(sum(device.waits.values()))
         device.reset()
-        batch = buffer.sample()
-        if getattr(buffer.sampler, "takes_priorities", False):
-            batch["td_error"] = torch.rand(len(batch), device="emulated")
-            buffer.update_tensordict_priority(batch)
+        learn(buffer)
         cycles.append(sum(device.waits.values()))
     return median(writes), median(cycles)
 
@@ -106,15 +102,12 @@ def test_the_host_never_waits_while_a_graph_is_captured(name, device):
     device.reset()
     with device.capturing():
         buffer.extend(data)
-        batch = buffer.sample()
-        if getattr(buffer.sampler, "takes_priorities", False):
-            batch["td_error"] = torch.rand(BATCH, device="emulated")
-            buffer.update_tensordict_priority(batch)
+        learn(buffer)
     assert not device.waits
     buffer.sampler.check_valid()
 
 
-def invalid_updates(buffer):
+def invalid_updates():
     """Updates of one valid and one invalid row: their index, TD errors, and the valid slot."""
     index = torch.tensor([3, 5], device="emulated")
     for value in WRONG.values():
@@ -132,7 +125,7 @@ def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_v
 ):
     buffer = filled(SAMPLERS[name](validate=validate, td_error="absolute"), compilable)
     before = buffer.sampler.state_dict()
-    for number, (index, error, valid) in enumerate(invalid_updates(buffer), start=1):
+    for number, (index, error, valid) in enumerate(invalid_updates(), start=1):
         if name == "rank" and error[1] == WRONG["too large"]:
             error[1] = -error[1]
         if validate:
@@ -153,8 +146,7 @@ def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_v
 def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises_with_validate(compilable, device):
     for validate in (False, True):
         buffer = filled(ProportionalSampler(eps=0, validate=validate), compilable)
-        everything = torch.arange(SIZE, device="emulated")
-        buffer.update_priority(everything, torch.zeros(SIZE, device="emulated"))
+        buffer.update_priority(torch.arange(SIZE, device="emulated"), torch.zeros(SIZE, device="emulated"))
         if validate:
             with pytest.raises(RuntimeError, match="all priorities are 0"):
                 buffer.sample()

@@ -15,10 +15,8 @@ from tests.params import module_names
 
 def public() -> dict[str, object]:
     """The classes and functions in ``__all__`` of the package and of its modules, by name."""
-    modules = [torchrl_replay_ext.__name__]
-    modules += module_names()
     # an import of configs would register configurations with Hydra for all tests of the process
-    modules.remove("torchrl_replay_ext.configs")
+    modules = {torchrl_replay_ext.__name__, *module_names()} - {"torchrl_replay_ext.configs"}
     found = {}
     for module in map(importlib.import_module, modules):
         for name in getattr(module, "__all__", ()):

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack
-from torchrl.data.replay_buffers import SampleUnit
 
 from tests.data import buffer_with, rows
+from tests.params import both_buffers
 from torchrl_replay_ext import ProportionalSampler
-
-both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 
 
 @both_buffers
@@ -52,27 +50,6 @@ def test_data_on_the_meta_device_is_refused():
         rb.extend(data)
     assert len(rb) == rb.write_count == 2
     rb.sampler.check_valid()
-
-
-class Pairs(SampleUnit):
-    """A transition and its successor, without a mask."""
-
-    def expand(self, index, info, storage):
-        both = torch.stack([index, (index + 1) % len(storage)], 1).flatten()
-        repeated = {key: torch.as_tensor(value).repeat_interleave(2, 0) for key, value in info.items()}
-        return both, {**repeated, "anchor_index": index.repeat_interleave(2)}
-
-
-@both_buffers
-def test_a_sample_unit_needs_no_mask(compilable):
-    rb = buffer_with(ProportionalSampler(10), 10, compilable=compilable, batch_size=4, sample_unit=Pairs())
-    rb.extend(rows(10))
-    batch = rb.sample()
-    batch["td_error"] = torch.full((len(batch),), 9.0)
-    rb.update_tensordict_priority(batch)
-    probability = rb.sampler.probabilities(rb.storage)
-    drawn = batch["anchor_index"].unique() if compilable else batch["index"].unique()
-    assert (probability[drawn] > probability.mean()).all()
 
 
 def test_a_smallest_priority_that_the_sums_cannot_hold_is_refused():

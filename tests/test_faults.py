@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.data import buffer_with, event_sampler
+from tests.data import buffer_with, event_sampler, learn
 from tests.data import rows as data_rows
 from tests.operations import CASES, Driven
 from tests.params import slow_but
@@ -88,7 +88,7 @@ SAMPLERS = {
 
 
 def make(name, *, compilable=True, **arguments):
-    return buffer_with(SAMPLERS[name](), CAPACITY, compilable=compilable, **arguments)
+    return buffer_with(SAMPLERS[name](), CAPACITY, compilable=compilable, batch_size=16, **arguments)
 
 
 class Killed(BaseException):
@@ -149,7 +149,7 @@ def drawn_numbers(buffer):
     """The numbers of drawn transitions; asserts that every drawn row is complete."""
     drawn = set()
     for _ in range(60):
-        batch = buffer.sample(16)
+        batch = buffer.sample()
         assert whole(batch)
         drawn |= set(batch["next", "number"].tolist())
     return drawn
@@ -158,13 +158,11 @@ def drawn_numbers(buffer):
 def go_on(buffer):
     """Assert that the buffer still works: later writes replace the interrupted one."""
     buffer.extend(rows(range(200, 210), done=[209]))
-    batch = buffer.sample(8)
-    batch["td_error"] = torch.rand(8)
-    buffer.update_tensordict_priority(batch)
+    learn(buffer)
     buffer.sampler.check_valid()
     for first in range(300, 340, 5):
         buffer.extend(rows(range(first, first + 5), done=[first + 4]))
-        assert whole(buffer.sample(8))
+        assert whole(buffer.sample())
         buffer.sampler.check_valid()
     if isinstance(buffer.sampler, EventTableSampler):
         numbers = buffer.storage[:]["next", "number"]
@@ -173,14 +171,19 @@ def go_on(buffer):
     assert drawn_numbers(buffer) == set(range(340 - CAPACITY, 340))
 
 
-def fill(buffer):
+def filled(name, **arguments):
+    buffer = make(name, **arguments)
     for first in range(0, 40, 10):
         buffer.extend(rows(range(first, first + 10), done=[first + 9]))
     return buffer
 
 
-def filled(name):
-    return fill(make(name))
+def extend_and_break_off(buffer, where):
+    """Write 5 transitions, of which nothing may be drawn."""
+    break_off(buffer, where, "raise")
+    with pytest.raises(Killed):
+        buffer.extend(rows(range(100, 105)))
+    del buffer.storage.set
 
 
 @pytest.mark.parametrize("where", ["before the data", "within the data", "after the data"])
@@ -188,11 +191,8 @@ def filled(name):
 def test_a_write_that_breaks_off(name, where):
     """After a write of our own writers is interrupted at any place, batches contain nothing of it."""
     buffer = filled(name)
-    break_off(buffer, where, "raise")
-    drawn = buffer.sample(16)
-    with pytest.raises(Killed):
-        buffer.extend(rows(range(100, 105)))
-    del buffer.storage.set
+    drawn = buffer.sample()
+    extend_and_break_off(buffer, where)
     drawn["td_error"] = torch.ones(16)
     buffer.update_tensordict_priority(drawn)
     # the interrupted write overwrites rows 16 to 20
@@ -210,11 +210,8 @@ def test_a_write_that_breaks_off(name, where):
     ],
 )
 def test_a_write_after_one_that_broke_off(name, compilable, kept):
-    buffer = fill(make(name, compilable=compilable))
-    break_off(buffer, "within the data", "raise")
-    with pytest.raises(Killed):
-        buffer.extend(rows(range(100, 105)))
-    del buffer.storage.set
+    buffer = filled(name, compilable=compilable)
+    extend_and_break_off(buffer, "within the data")
     buffer.extend(rows(range(105, 108)))
     assert drawn_numbers(buffer) == {*kept, *range(105, 108)}
     buffer.sampler.check_valid()

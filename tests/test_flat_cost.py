@@ -38,11 +38,8 @@ def large_steps(code: str) -> list[str]:
 
 
 def code_of(function, *arguments) -> str:
-    caches = (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    )
-    with caches[0], caches[1]:
+    without_graphs = torch._inductor.config.patch(fx_graph_cache=False)
+    with without_graphs, torch._functorch.config.patch(enable_autograd_cache=False):
         return "\n".join(run_and_get_code(function, *arguments)[1])
 
 

@@ -1,3 +1,5 @@
+"""Functions of importance weights, of the order of writes and of reliability, against loops and by hand."""
+
 import random
 
 import pytest

@@ -9,6 +9,7 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRo
 from torchrl.data.replay_buffers import SampleUnit, Sequence
 
 from tests.data import SAMPLERS, buffer_with, learn, random_rows
+from tests.params import both_buffers
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -114,22 +115,35 @@ class Pairs(SampleUnit):
     """Each row with the next row, as TorchRL's own units do it."""
 
     def expand(self, index, info, storage):
-        info = {key: value.repeat_interleave(2) for key, value in info.items()}
-        info |= {"anchor_index": index.repeat_interleave(2), "validity_mask": torch.tensor([True, False] * len(index))}
+        info = {key: torch.as_tensor(value).repeat_interleave(2, 0) for key, value in info.items()}
+        info["anchor_index"] = index.repeat_interleave(2)
         return torch.stack([index, (index + 1) % len(storage)], 1).flatten(), info
 
 
-@pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])
-@pytest.mark.parametrize(
-    "unit",
-    ["Pairs", pytest.param("SubgoalTriplet", marks=later)],
-)
-def test_with_any_sample_unit_only_anchors_get_priorities(unit, stock):
-    if stock and unit == "Pairs":
+class PairsOfOneValidRow(Pairs):
+    def expand(self, index, info, storage):
+        slots, info = super().expand(index, info, storage)
+        return slots, info | {"validity_mask": torch.tensor([True, False] * len(index))}
+
+
+@both_buffers
+def test_a_sample_unit_needs_no_mask(compilable):
+    rb = buffer_with(ProportionalSampler(), 10, compilable=compilable, batch_size=4, sample_unit=Pairs())
+    rb.extend(random_rows(10))
+    batch = learn(rb, error=9.0)
+    probability = probabilities(rb)
+    drawn = batch["anchor_index"].unique() if compilable else batch["index"].unique()
+    assert (probability > probability.mean()).nonzero().squeeze(1).tolist() == drawn.tolist()
+
+
+@both_buffers
+@pytest.mark.parametrize("unit", ["Pairs", pytest.param("SubgoalTriplet", marks=later)])
+def test_with_any_sample_unit_only_anchors_get_priorities(unit, compilable):
+    if unit == "Pairs" and not compilable:
         pytest.skip("TorchRL's buffer reduces only its own units to anchors")
-    unit = Pairs() if unit == "Pairs" else torchrl.data.replay_buffers.SubgoalTriplet()
+    unit = PairsOfOneValidRow() if unit == "Pairs" else torchrl.data.replay_buffers.SubgoalTriplet()
     sampler = ProportionalSampler(alpha=1.0, eps=0.0, td_error="absolute")
-    rb = buffer_with(sampler, CAPACITY, compilable=not stock, batch_size=BATCH, sample_unit=unit)
+    rb = buffer_with(sampler, CAPACITY, compilable=compilable, batch_size=BATCH, sample_unit=unit)
     rb.extend(random_rows(CAPACITY))
     batch = rb.sample()
     batch["td_error"] = torch.where(batch["validity_mask"], 2.0, 9.0)

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
 
+from tests.data import rows
 from tests.test_examples import guide_blocks
 from torchrl_replay_ext import (
     Anneal,
@@ -101,24 +102,18 @@ def buffers():
 def transitions(first, count=32):
     """Transitions of two environments that alternate, with episodes of 8 steps."""
     step = torch.arange(first, first + count)
-    done = (step // 2 % 8 == 7).unsqueeze(1)
     rng = torch.Generator().manual_seed(first)
-    return TensorDict(
-        {
-            "observation": torch.randn(count, 3, generator=rng),
-            "action": torch.zeros(count, dtype=torch.int64),
-            "logits": torch.randn(count, 2, generator=rng),
-            "collector": {"traj_ids": step // 16 * 2 + step % 2},
-            "next": {
-                "observation": torch.randn(count, 3, generator=rng),
-                "reward": torch.randn(count, 1, generator=rng),
-                "done": done,
-                "terminated": done.clone(),
-                "truncated": torch.zeros_like(done),
-            },
-        },
-        [count],
+    data = rows(
+        count,
+        done=(step // 2 % 8 == 7).nonzero().squeeze(1).tolist(),
+        ids=step // 16 * 2 + step % 2,
+        observation=torch.randn(count, 3, generator=rng),
+        action=torch.zeros(count, dtype=torch.int64),
+        logits=torch.randn(count, 2, generator=rng),
     )
+    data["next", "observation"] = torch.randn(count, 3, generator=rng)
+    data["next", "reward"] = torch.randn(count, 1, generator=rng)
+    return data
 
 
 def assert_same(left, right):

@@ -38,9 +38,8 @@ def appendix_e4(gamma, rho, v_next, reward, done, terminated):
 class Experience:
     """Random rows; episodes end in the middle and at the end of rows, terminated or truncated."""
 
-    def __init__(self, shape, time_dim=-2, dtype=torch.float64, ends=0.3):
+    def __init__(self, shape, dtype=torch.float64, ends=0.3):
         g = torch.Generator().manual_seed(0)
-        self.time_dim = time_dim
         self.tensors = [torch.randn(shape, dtype=torch.float64, generator=g).to(dtype) for _ in range(5)]
         self.log_pi, self.log_mu, self.q, self.v_next, self.reward = self.tensors
         self.done = torch.rand(shape, generator=g) < ends
@@ -58,13 +57,6 @@ class Experience:
     @property
     def values(self):
         return self.q, self.v_next, self.reward, self.done, self.terminated
-
-    def naive(self, gamma, lmbda, c, power):
-        def one_row(log_pi, log_mu, *values):
-            coefficient = [lmbda * (r if r < c else r * 0 + c) for r in ((log_pi - log_mu).exp() ** power)]
-            return algorithm_2(gamma, coefficient, *values)
-
-        return by_rows(one_row, *self.policies, *self.values, time_dim=self.time_dim)
 
 
 def assert_near(result, expected, tolerance):
@@ -107,34 +99,33 @@ SHAPES = [
 )
 @pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
 def test_retrace_against_algorithms_2_and_3(shape, time_dim, lmbda, c, power):
-    data = Experience(shape, time_dim).requires_grad()
+    def loop(log_pi, log_mu, *values):
+        coefficient = [lmbda * (r if r < c else r * 0 + c) for r in ((log_pi - log_mu).exp() ** power)]
+        return algorithm_2(0.9, coefficient, *values)
+
+    data = Experience(shape).requires_grad()
     result = retrace(0.9, lmbda, *data.policies, *data.values, rho_thresh=c, rho_power=power, time_dim=time_dim)
-    assert_same(result, data.naive(0.9, lmbda, c, power), data.tensors)
+    assert_same(result, by_rows(loop, *data.policies, *data.values, time_dim=time_dim), data.tensors)
 
 
+LOOPS = {
+    "q_opc": (
+        lambda data, dim: q_opc(0.9, 0.8, *data.values, time_dim=dim),
+        lambda p, m, *values: algorithm_2(0.9, [0.8] * len(p), *values),
+    ),
+    "importance sampling": (
+        lambda data, dim: importance_sampling_return(0.9, *data.policies, *data.values[1:], time_dim=dim),
+        lambda p, m, q, *rest: appendix_e4(0.9, (p - m).exp(), *rest),
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "loop"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
-def test_q_opc_against_a_loop(shape, time_dim):
-    data = Experience(shape, time_dim).requires_grad()
-    result = q_opc(0.9, 0.8, *data.values, time_dim=time_dim)
-    expected = by_rows(
-        lambda *values: algorithm_2(0.9, [0.8] * len(values[0]), *values), *data.values, time_dim=time_dim
-    )
-    assert_same(result, expected, data.tensors)
-
-
-@pytest.mark.parametrize(("shape", "time_dim"), SHAPES)
-def test_importance_sampling_against_a_loop(shape, time_dim):
-    data = Experience(shape, time_dim).requires_grad()
-    result = importance_sampling_return(
-        0.9, *data.policies, data.v_next, data.reward, data.done, data.terminated, time_dim=time_dim
-    )
-    expected = by_rows(
-        lambda p, m, *rest: appendix_e4(0.9, (p - m).exp(), *rest),
-        *data.policies,
-        *data.values[1:],
-        time_dim=time_dim,
-    )
-    assert_same(result, expected, data.tensors)
+def test_q_opc_and_importance_sampling_against_loops(shape, time_dim, function, loop):
+    data = Experience(shape).requires_grad()
+    expected = by_rows(loop, *data.policies, *data.values, time_dim=time_dim)
+    assert_same(function(data, time_dim), expected, data.tensors)
 
 
 @pytest.mark.parametrize("per_step", [False, True])
@@ -279,16 +270,6 @@ def test_the_dtype_is_that_of_the_values():
         assert retrace(0.5, 1.0, *data.policies, q, v, reward, *ends).dtype == dtype
         assert q_opc(0.5, 1.0, q, v, reward, *ends).dtype == dtype
         assert importance_sampling_return(0.5, *data.policies, v, reward, *ends).dtype == dtype
-
-
-# --- reduction identities
-
-
-@pytest.mark.parametrize("lmbda", [0.0, 0.3, 1.0])
-def test_q_opc_is_retrace_of_equal_policies(lmbda):
-    data = Experience((6, 21, 1))
-    expected = retrace(0.9, lmbda, data.log_mu, data.log_mu, *data.values)
-    assert torch.equal(q_opc(0.9, lmbda, *data.values), expected)
 
 
 # --- gradients and graphs

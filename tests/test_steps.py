@@ -8,17 +8,16 @@ from tensordict import TensorDict
 from torch import nn
 
 from tests.data import buffer_of, learnable
-from torchrl_replay_ext import AdamStep, ProportionalSampler, compile_step
+from torchrl_replay_ext import (
+    AdamStep,
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    FrameStackStorage,
+    ProportionalSampler,
+    compile_step,
+)
 
 pytestmark = pytest.mark.usefixtures("from_scratch")
-
-
-def backward(network, optimizer, loss):
-    loss.backward()
-
-
-def zero_grad(network, optimizer, loss):
-    optimizer.zero_grad()
 
 
 def step_of_torch(network, optimizer, loss):
@@ -32,8 +31,8 @@ def step_of_torch(network, optimizer, loss):
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (backward, "loss.backward()"),
-        (zero_grad, "optimizer.zero_grad()"),
+        (lambda network, optimizer, loss: loss.backward(), "loss.backward()"),
+        (lambda network, optimizer, loss: optimizer.zero_grad(), "optimizer.zero_grad()"),
         (step_of_torch, "optimizer.step()"),
     ],
 )
@@ -198,14 +197,11 @@ def test_two_states_that_start_as_one_tensor_are_named():
     assert [compiled(torch.ones(2)).tolist() for _ in range(3)] == [[11, 11], [22, 22], [33, 33]]
 
 
-# torch does not see the steps of a graph
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
+def compiled_adam(**options):
+    """A weight, its optimizer, and a compiled update that was called twice."""
     weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.Adam([weight], lr=0.1, fused=fused)
+    optimizer = torch.optim.Adam([weight], **options)
     step = AdamStep(optimizer)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
 
     def update():
         step(torch.autograd.grad(weight.square().sum(), step.parameters))
@@ -213,7 +209,18 @@ def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
     compiled = compile_step(update)
     for _ in range(2):
         compiled()
-    scheduler.step()
+    return weight, optimizer, compiled
+
+
+# torch does not see the steps of a graph
+unseen_steps = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
+@unseen_steps
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
+    weight, optimizer, compiled = compiled_adam(lr=0.1, fused=fused)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5).step()
     before = weight.detach().clone()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"lr of the optimizer was 0.1 when .* and is 0.05 now.*lr=torch.tensor"):
@@ -221,28 +228,18 @@ def test_a_learning_rate_that_changes_must_be_a_tensor(fused):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.parametrize("cycle_momentum", [False, True])
-def test_betas_must_not_change(cycle_momentum):
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.1))
-    step = AdamStep(optimizer)
-    arguments = {"max_lr": 0.2, "total_steps": 10, "cycle_momentum": cycle_momentum}
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **arguments)
-
-    def update():
-        step(torch.autograd.grad(weight.square().sum(), step.parameters))
-
-    compiled = compile_step(update)
-    for _ in range(2):
+@unseen_steps
+def test_betas_must_not_change():
+    _, optimizer, compiled = compiled_adam(lr=torch.tensor(0.1), betas=(0.95, 0.999))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=10).step()
+    with pytest.raises(RuntimeError, match=r"betas of the optimizer was \(0.95, 0.999\) when .*cycle_momentum=False"):
         compiled()
-    scheduler.step()
-    if cycle_momentum:
-        with pytest.raises(
-            RuntimeError, match=r"betas of the optimizer was \(0.95, 0.999\) when .*cycle_momentum=False"
-        ):
-            compiled()
-        return
+
+
+@unseen_steps
+def test_a_cycle_of_learning_rates_runs_without_momentum_and_eps_must_not_change():
+    _, optimizer, compiled = compiled_adam(lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=10, cycle_momentum=False).step()
     compiled()
     optimizer.param_groups[0]["eps"] = 1e-3
     with pytest.raises(RuntimeError, match=r"eps of the optimizer was 1e-08 when update was compiled and is 0.001 now"):
@@ -260,7 +257,8 @@ def test_a_buffer_of_torchrl_is_named_as_what_cannot_be_compiled():
         compile_step(step)()
 
 
-def test_the_first_write_in_a_graph_gives_the_error_of_the_storage():
-    rb = buffer_of(ProportionalSampler, 10, compilable=True)
-    with pytest.raises(RuntimeError, match=r"^CompilableTensorStorage: the first write must run outside the compiled"):
+@pytest.mark.parametrize("storage", [CompilableTensorStorage, FrameStackStorage])
+def test_the_first_write_in_a_graph_gives_the_error_of_the_storage(storage):
+    rb = CompilableReplayBuffer(storage=storage(10))
+    with pytest.raises(RuntimeError, match=rf"^{storage.__name__}: the first write must run outside the compiled"):
         compile_step(lambda data: rb.extend(data))(learnable(8))

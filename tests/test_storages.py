@@ -1,10 +1,9 @@
 """What storages hold: rows without graphs, agents of different shapes, lists, rows from before."""
 
-from functools import partial
-
 import pytest
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection, lazy_stack, tensorclass
+from tensordict import TensorDict, lazy_stack, tensorclass
+from torch.utils._pytree import tree_leaves
 from torchrl.data import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -13,11 +12,10 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data import SAMPLERS, buffer_with, event_sampler, random_rows
+from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
-    EventTableWriter,
     FrameStackStorage,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
@@ -26,7 +24,6 @@ CAPACITY = 20
 NAMES = ["uniform", "proportional", "rank", "recency", "reaper", "tables", "slices", "decoupled"]
 # these read no stored entries, so they work with lists
 ON_LISTS = ["proportional", "rank", "recency"]
-every_sampler = pytest.mark.parametrize("name", NAMES)
 
 
 # --- rows with a graph
@@ -39,10 +36,6 @@ def frames(count: int) -> TensorDict:
     )
 
 
-def write_at(rb, data):
-    rb.writer.write_at(torch.arange(len(data)), data)
-
-
 WRITES = {
     "extend": lambda rb, data: rb.extend(data),
     "wrapping": lambda rb, data: [rb.extend(data.clone()) for _ in range(4)],
@@ -50,7 +43,7 @@ WRITES = {
     "set": lambda rb, data: rb.storage.set(torch.arange(len(data)), data),
     "set slice": lambda rb, data: rb.storage.set(slice(0, len(data)), data),
     "lazy stack": lambda rb, data: rb.extend(lazy_stack(list(data.unbind(0)))),
-    "write_at": write_at,
+    "write_at": lambda rb, data: rb.writer.write_at(torch.arange(len(data)), data),
 }
 
 
@@ -97,41 +90,29 @@ def test_graphs_store_rows_without_their_graph(storage):
 # --- agents with different shapes
 
 
-def multi_agent(count: int, first: int = 0, how: str = "columns") -> TensorDict:
-    """Rows of two agents whose observations have 2 and 3 numbers."""
+def multi_agent(count, first=0, how="columns", *, sizes=(2, 3), key="position", dtype=torch.float32) -> TensorDict:
+    """Rows of agents whose observations have different sizes."""
     data = random_rows(count, first=first)
-    agents = [TensorDict({"position": torch.full((count, size), float(first))}, [count]) for size in (2, 3)]
+    agents = [TensorDict({key: torch.full((count, size), first, dtype=dtype)}, [count]) for size in sizes]
     data["agents"] = lazy_stack(agents, 1)
     return data if how == "columns" else lazy_stack([*data.unbind(0)])
 
 
-STORAGES = {
-    "tensor": (TensorDictReplayBuffer, LazyTensorStorage),
-    "compilable": (CompilableReplayBuffer, CompilableTensorStorage),
-    "list": (TensorDictReplayBuffer, ListStorage),
-    "lazy stack": (TensorDictReplayBuffer, LazyStackStorage),
-}
-
-
 @pytest.mark.parametrize("how", ["columns", "rows"])
-@pytest.mark.parametrize("kind", STORAGES)
-@every_sampler
-def test_agents_with_different_shapes(name, kind, how):
-    if kind in ("list", "lazy stack") and name not in ("uniform", *ON_LISTS):
+@pytest.mark.parametrize("storage", [LazyTensorStorage, CompilableTensorStorage, ListStorage, LazyStackStorage])
+@pytest.mark.parametrize("name", NAMES)
+def test_agents_with_different_shapes(name, storage, how):
+    if storage in (ListStorage, LazyStackStorage) and name not in ("uniform", *ON_LISTS):
         pytest.skip("reads stored entries, which a list does not have")
-    make, storage = STORAGES[kind]
-    sampler = SAMPLERS[name](CAPACITY)
-    writer = EventTableWriter(sampler.tables) if name == "tables" else None
-    rb = make(storage=storage(CAPACITY), sampler=sampler, batch_size=4, writer=writer)
+    is_compilable, storage = storage is CompilableTensorStorage, storage(CAPACITY)
+    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, compilable=is_compilable, storage=storage, batch_size=4)
     for first in (0, 8, 16):
         rb.extend(multi_agent(8, first, how))
-    batch = rb.sample()
+    batch = learn(rb)
     for agent, size in enumerate((2, 3)):
         position = batch["agents"][..., agent]["position"]
         assert position.shape == (4, size)
         assert torch.equal(position[:, 0], batch["number"] // 8 * 8.0)
-    batch["td_error"] = torch.rand(4)
-    rb.update_tensordict_priority(batch)
     rb.sample()
 
 
@@ -141,40 +122,29 @@ def test_agents_that_do_not_fit_the_stored_ones_are_refused(storage, how):
     rb = TensorDictReplayBuffer(storage=storage(CAPACITY), writer=CompilableWriter(), batch_size=4)
     rb.extend(multi_agent(4, how=how))
     stored = rb[:]
-
-    def agents(*sizes, dtype=torch.float32, key="position"):
-        data = multi_agent(2)
-        parts = [TensorDict({key: torch.zeros(2, size, dtype=dtype)}, [2]) for size in sizes]
-        data["agents"] = lazy_stack(parts, 1)
-        return data if how == "columns" else lazy_stack(list(data.unbind(0)))
-
-    for data, error, message in (
-        (
-            agents(2, 4),
-            ValueError,
-            r"the entry \('agents', '1', 'position'\) has shape .*4,?\); the storage needs .*3,?\)",
-        ),
-        (agents(2, 3, 3), ValueError, "the entry 'agents' has batch shape"),
-        (agents(2, 3, dtype=torch.float64), TypeError, "needs torch.float32"),
-        (agents(2, 3, key="velocity"), KeyError, "no entry .*'position'"),
-        (random_rows(2), KeyError, r"no entry \('agents', '0', 'position'\)"),
+    other_shape = r"the entry \('agents', '1', 'position'\) has shape .*4,?\); the storage needs .*3,?\)"
+    for agents, error, message in (
+        ({"sizes": (2, 4)}, ValueError, other_shape),
+        ({"sizes": (2, 3, 3)}, ValueError, "the entry 'agents' has batch shape"),
+        ({"dtype": torch.float64}, TypeError, "needs torch.float32"),
+        ({"key": "velocity"}, KeyError, "no entry .*'position'"),
     ):
         with pytest.raises(error, match=message):
-            rb.extend(data)
+            rb.extend(multi_agent(2, how=how, **agents))
         assert len(rb) == 4
+    with pytest.raises(KeyError, match=r"no entry \('agents', '0', 'position'\)"):
+        rb.extend(random_rows(2))
+    assert len(rb) == 4
     rb.extend(multi_agent(4, how=how))
     assert torch.equal(rb[:4]["agents"][:, 1]["position"], stored["agents"][:, 1]["position"])
 
 
 def test_agents_that_are_stored_with_one_shape():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=CompilableWriter(), batch_size=4)
-    data = random_rows(4)
-    data["agents"] = TensorDict({"position": torch.zeros(4, 2, 2)}, [4, 2])
-    rb.extend(data)
+    rb.extend(random_rows(4).set("agents", TensorDict({"position": torch.zeros(4, 2, 2)}, [4, 2])))
     with pytest.raises(ValueError, match="the parts of the entry 'agents' differ in shape"):
         rb.extend(multi_agent(4))
-    data["agents"] = lazy_stack([TensorDict({"position": torch.ones(4, 2)}, [4]) for _ in range(2)], 1)
-    rb.extend(data)
+    rb.extend(multi_agent(4, 1, sizes=(2, 2)))
     assert rb[:]["agents", "position"].sum(0).tolist() == [[4, 4], [4, 4]]
 
 
@@ -246,44 +216,29 @@ def row_class(first, count):
     return Row(first=numbers(first, count), second=numbers(first, count, 2), batch_size=[count])
 
 
-def agents(first, count):
-    parts = [TensorDict({"x": numbers(first, count, size)}, [count]) for size in (2, 3)]
-    return TensorDict({"agents": lazy_stack(parts, 1)}, [count])
-
-
 DATA = {
     "tensor": lambda first, count: numbers(first, count, 3),
     "pytree": lambda first, count: {"x": numbers(first, count), "y": (numbers(first, count, 2), numbers(first, count))},
     "nested": lambda first, count: TensorDict({"x": numbers(first, count), "y": {"z": numbers(first, count)}}, [count]),
     "tensorclass": row_class,
     "nested tensorclass": lambda first, count: TensorDict({"row": row_class(first, count)}, [count]),
-    "agents": agents,
+    "agents": lambda first, count: multi_agent(count, first),
 }
-
-
-def leaves(data):
-    if isinstance(data, LazyStackedTensorDict):
-        return [leaf for part in data.tensordicts for leaf in leaves(part)]
-    if is_tensor_collection(data):
-        data = [data.get(key) for key in sorted(data.keys())]
-    if isinstance(data, dict | list | tuple):
-        return [leaf for part in (data.values() if isinstance(data, dict) else data) for leaf in leaves(part)]
-    return [data]
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_a_graph_writes_data_of_any_kind(kind):
     make = DATA[kind]
-    storage, eager = CompilableTensorStorage(10), CompilableTensorStorage(10)
+    storage, eager, data = CompilableTensorStorage(10), CompilableTensorStorage(10), make(0, 2)
     for each in (storage, eager):
-        each.set(torch.arange(2), make(0, 2))
+        each.set(torch.arange(2), data)
     write = torch.compile(storage.set, fullgraph=True)
     for first in (2, 5, 7):
         index, data = torch.arange(first, first + 3), make(first, 3)
         write(index, data)
         eager.set(index, data)
         assert len(storage) == len(eager) == first + 3
-    for got, expected in zip(leaves(storage[:]), leaves(eager[:]), strict=True):
+    for got, expected in zip(tree_leaves(storage[:]), tree_leaves(eager[:]), strict=True):
         assert torch.equal(got, expected)
 
 
@@ -368,9 +323,8 @@ def test_rows_that_are_written_again_do_not_count_twice(cursor, length):
     for _ in range(2):
         storage.set(cursor, data)
         assert len(storage) == length
-    shape = partial(torch.zeros, dtype=torch.int64)
     wide = CompilableTensorStorage(30, ndim=2)
-    row = TensorDict({"step": shape(*data.shape, 3)}, [*data.shape, 3])
+    row = TensorDict({"step": torch.zeros(*data.shape, 3, dtype=torch.int64)}, [*data.shape, 3])
     for _ in range(2):
         wide.set(cursor, row)
         assert len(wide) == 3 * length

@@ -1,3 +1,5 @@
+"""SumTree: random operations against a plain list of ints, limits of its fixed-point numbers, errors and draws."""
+
 import copy
 import math
 from fractions import Fraction
@@ -60,13 +62,10 @@ class TreeAgainstList(RuleBasedStateMachine):
         self.generator = torch.Generator().manual_seed(seed)
         self.track_min = track_min
         self.masses = [0] * capacity
-        if self.paged:
-            # pages for half of the blocks, so that pages are freed and used again
-            self.free = list(range((capacity // PAGE + 2) // 2))
-            self.pages: dict[int, int] = {}  # block -> page
-            self.tree = SumTree(capacity, track_min=track_min, num_pages=len(self.free))
-        else:
-            self.tree = SumTree(capacity, track_min=track_min)
+        # pages for half of the blocks, so that pages are freed and used again
+        self.free = list(range((capacity // PAGE + 2) // 2))
+        self.pages: dict[int, int] = {}  # block -> page
+        self.tree = SumTree(capacity, track_min=track_min, num_pages=len(self.free) if self.paged else None)
 
     def choose_leaves(self, data, most=12) -> list[int]:
         leaves = [i for i in range(len(self.masses)) if not self.paged or i // PAGE in self.pages]
@@ -83,18 +82,13 @@ class TreeAgainstList(RuleBasedStateMachine):
     @rule(data=st.data())
     def write(self, data):
         index = self.choose_leaves(data)
-        mass = [data.draw(st.integers(0, 2**40)) for _ in index]
-        self.tree.write(torch.tensor(index, dtype=torch.int64), torch.tensor(mass, dtype=torch.int64))
-        for i, m in zip(index, mass, strict=True):
+        mass = torch.tensor([data.draw(st.integers(0, 2**40)) for _ in index], dtype=torch.int64)
+        if index and data.draw(st.booleans()):
+            # one mass for all leaves, with stride 0
+            mass = mass[0].expand(len(index))
+        self.tree.write(torch.tensor(index, dtype=torch.int64), mass)
+        for i, m in zip(index, mass.tolist(), strict=True):
             self.masses[i] = m
-
-    @rule(data=st.data())
-    def write_one_mass_to_many(self, data):
-        index = self.choose_leaves(data)
-        mass = data.draw(st.integers(0, 100))
-        self.tree.write(torch.tensor(index, dtype=torch.int64), torch.tensor(mass).expand(len(index)))
-        for i in index:
-            self.masses[i] = mass
 
     @rule(data=st.data())
     def change_leaves_and_rebuild(self, data):

@@ -168,11 +168,6 @@ def foreign_reads(tree: ast.AST, names: frozenset[str] = frozenset()) -> Iterato
                 yield node.lineno, str(key.value), ast.unparse(node)
 
 
-def reads_in(file: str) -> list[str]:
-    found = sorted(foreign_reads(ast.parse((ROOT / file).read_text())))
-    return [f"{file}:{line}: {text}" for line, name, text in found if (file, name) not in OTHER_LIBRARIES]
-
-
 def package_classes() -> set[type]:
     # an import of "configs" or "plugins" would register configurations with Hydra for all tests of the process
     names = [name for name in module_names() if name.split(".")[1] not in ("configs", "plugins")]
@@ -211,7 +206,8 @@ def test_every_private_name_that_a_subclass_inherits_or_overrides_is_listed(owne
 
 @pytest.mark.parametrize("file", [file for file in source_files() if file != ADAPTER])
 def test_no_other_file_reads_private_attributes_of_other_objects(file):
-    found = reads_in(file)
+    reads = sorted(foreign_reads(ast.parse((ROOT / file).read_text())))
+    found = [f"{file}:{line}: {text}" for line, name, text in reads if (file, name) not in OTHER_LIBRARIES]
     assert not found, f"move what reads TorchRL's attributes to {ADAPTER}; give own classes a method:\n" + "\n".join(
         found
     )

@@ -16,6 +16,7 @@ from torchrl.envs import MultiStepTransform
 
 from tests import data
 from tests.data import buffer_with, learn, random_rows, rows
+from tests.params import both_buffers
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
@@ -28,7 +29,6 @@ SAMPLERS = {
     "reaper": lambda: ReaPERSampler(omega=1.0, **ABSOLUTE),
 }
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
-both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 
 
 # --- n-step returns

@@ -155,12 +155,23 @@ def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> No
         assert stats["beta"] == pytest.approx(start + (end - start) * UPDATES[num_frames] / num_updates, rel=1e-6)
 
 
-def check_resumed(first: TensorDictReplayBuffer, both: TensorDictReplayBuffer) -> None:
-    """The second run kept the transitions of the first one and began trajectories of its own."""
-    old, new = first[:], both[:]
-    assert (new[:FIRST] == old).all()
-    trajectories = new["collector", "traj_ids"]
+def run_and_resume(
+    script: Script, path: Path, diff: str, prefetch: int, resume: str
+) -> tuple[list[str], TensorDictReplayBuffer, dict[str, Any]]:
+    """Run a script, and resume it from its checkpoint; returns what it prints, and what ``load`` loads at the end.
+
+    The second run keeps the transitions of the first one, and begins trajectories of its own.
+    """
+    logs = [script.run(FIRST)]
+    first, _ = load(path, diff, prefetch)
+    check_used(first, diff, FIRST)
+    logs += [script.run(BOTH, resume)]
+    both, built = load(path, diff, prefetch)
+    check_used(both, diff, BOTH)
+    assert (both[:FIRST] == first[:]).all()
+    trajectories = both[:]["collector", "traj_ids"]
     assert trajectories[:FIRST].max() < trajectories[FIRST:].min()
+    return logs, both, built
 
 
 COLLECTOR = ["logger.backend=", "collector.frames_per_batch=100", "collector.init_random_frames=200"]
@@ -203,13 +214,7 @@ def test_dqn_runs_and_resumes(name, tmp_path):
     if name == "lap":
         script.apply('-        loss_function="l2",\n+        loss_function="smooth_l1",\n')
 
-    script.run(FIRST)
-    first, _ = load(checkpoint, diff, prefetch=0)
-    check_used(first, diff, FIRST)
-    script.run(BOTH, "checkpoint.resume=true")
-    both, built = load(checkpoint, diff, prefetch=0)
-    check_used(both, diff, BOTH)
-    check_resumed(first, both)
+    _, both, built = run_and_resume(script, checkpoint, diff, 0, "checkpoint.resume=true")
     if name == "event tables":
         assert built["tables"].sizes()["fell"] > 0
         assert set(both.sample()["table"].tolist()) == {0, 1}
@@ -244,13 +249,7 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
     script.apply(resume)
     script.apply(PRINT_WEIGHTS)
 
-    logs = [script.run(FIRST)]
-    first, _ = load(checkpoint, diff, prefetch=3)
-    check_used(first, diff, FIRST)
-    logs += [script.run(BOTH, f"+resume={checkpoint}")]
-    both, _ = load(checkpoint, diff, prefetch=3)
-    check_used(both, diff, BOTH)
-    check_resumed(first, both)
+    logs, *_ = run_and_resume(script, checkpoint, diff, 3, f"+resume={checkpoint}")
     (_, end), (begin, _) = (re.findall(r"weights (\S+)$", log, re.MULTILINE) for log in logs)
     assert begin == end
     if name == "dper":

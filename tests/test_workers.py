@@ -242,14 +242,11 @@ def test_columns_belong_to_one_environment_each(name):
         mixed.extend(rows(2, 2, ids=second))
     with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
         mixed.extend(rows(2, 2, ids=first))
-    # an id may be used again if its first row is marked as initial
-    again = buffer()
-    for ids in (first, second, first):
-        again.extend(rows(2, 2, ids=ids, is_init=torch.ones(2, 2, 1, dtype=torch.bool)))
-    # an id may be used again if its episode has ended
-    ended = buffer()
-    for ids in (first, second, first):
-        ended.extend(rows(2, 2, ids=ids, episode=2))
+    # an id may be used again if its first row is marked as initial, or if its episode has ended
+    for marks in ({"is_init": torch.ones(2, 2, 1, dtype=torch.bool)}, {"episode": 2}):
+        again = buffer()
+        for ids in (first, second, first):
+            again.extend(rows(2, 2, ids=ids, **marks))
 
 
 def event_buffer(**storage):

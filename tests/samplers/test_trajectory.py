@@ -12,8 +12,9 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.operations import CASES, Driven, slices
+from tests.operations import CASES, Driven
 from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state, probabilities
+from tests.settings import slices
 from torchrl_replay_ext import (
     Anneal,
     DecoupledSampler,

@@ -1,0 +1,121 @@
+"""Samples from a FrameStackStorage are those from a storage of complete stacks, for each sampler."""
+
+from functools import partial
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from tests.data import buffer_with, event_sampler
+from tests.params import slow_but
+from tests.stacks import StackedStreams
+from torchrl_replay_ext import (
+    CompilableReplayBuffer,
+    CompilableTensorStorage,
+    DecoupledSampler,
+    FrameStackStorage,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+SAMPLERS = {
+    "uniform": lambda capacity: None,
+    "per": ProportionalSampler,
+    "rank": RankBasedSampler,
+    "reaper": partial(ReaPERSampler, num_streams=3),
+    "retrace": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "retrace_per": lambda capacity: TrajectoryRetraceSampler(
+        capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity)
+    ),
+    "sset": lambda capacity: event_sampler(20, history=5),
+    "sset_pinned": lambda capacity: event_sampler(20, history=5, default=20),
+}
+
+
+def buffers(name):
+    """The same buffer with frames stored once and with complete stacks."""
+    return [
+        buffer_with(SAMPLERS[name](40), 40, compilable=True, storage=storage, batch_size=8)
+        for storage in (FrameStackStorage(40), CompilableTensorStorage(40))
+    ]
+
+
+def draw_and_update(rb):
+    batch = rb.sample()
+    batch["td_error"] = batch["next", "reward"].square().squeeze(1)
+    rb.update_tensordict_priority(batch)
+    return batch
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samples_are_those_of_whole_stacks(name):
+    streams = StackedStreams(3, end=0.1)
+    both = buffers(name)
+    for _ in range(25):
+        data = streams.chunk("interleaved", 9)
+        batches = []
+        for rb in both:
+            rb.extend(data.clone())
+            torch.manual_seed(1)
+            rb.set_rng(torch.Generator().manual_seed(1))
+            batches.append(draw_and_update(rb))
+        once, plain = batches
+        assert set(once.keys(True, True)) == set(plain.keys(True, True))
+        for key in plain.keys(True, True):
+            assert torch.equal(once[key], plain[key]), key
+
+
+@pytest.mark.usefixtures("from_scratch")
+@pytest.mark.parametrize("name", slow_but(["per"], ["per", "retrace"]))
+def test_compiled_in_one_graph(name):
+    """Writes, draws and updates in a graph give the samples that a plain buffer has in the same slots."""
+    streams = StackedStreams(3, end=0.1)
+    once, _ = buffers(name)
+    plain = TensorDictReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)
+
+    def step(data):
+        once.extend(data)
+        return draw_and_update(once)
+
+    compiled, first = torch.compile(step, fullgraph=True), streams.chunk("interleaved", 9)
+    for rb in (once, plain):
+        rb.extend(first.clone())
+    for _ in range(25):
+        data = streams.chunk("interleaved", 9)
+        plain.extend(data.clone())
+        batch = compiled(data)
+        expected = plain.storage[batch["index"]]
+        for key in ("observation", ("next", "observation"), "action", ("next", "reward")):
+            assert torch.equal(batch[key], expected[key]), key
+        assert once.storage.lost_frames == once.storage.mismatched == 0
+
+
+def test_pairs_of_state_and_action():
+    """Corrections that count pairs see the same states in both storages."""
+    weights = []
+    data = StackedStreams(1, depth=2, still=0.9).rollout([0] * 40)
+    for storage in (FrameStackStorage(40), LazyTensorStorage(40)):
+        sampler = event_sampler(20, history=5, correction="conditional")
+        rb = buffer_with(sampler, 40, storage=storage, batch_size=16)
+        rb.set_rng(torch.Generator().manual_seed(0))
+        rb.extend(data.clone())
+        weights.append(rb.sample()["priority_weight"])
+    assert torch.equal(*weights) and weights[0].unique().numel() > 1
+
+
+def test_candidates_for_the_actor():
+    data = StackedStreams(1).rollout([0] * 40)
+    data["action"] = torch.randn(40, 2)
+    linear = torch.nn.Linear(24, 2)
+    policy = TensorDictModule(lambda frames: linear(frames.flatten(-3) / 255), ["observation"], ["action"])
+    scores = []
+    for storage in (FrameStackStorage(40), CompilableTensorStorage(40)):
+        sampler = DecoupledSampler(ProportionalSampler(40), policy)
+        rb = CompilableReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
+        rb.extend(data.clone())
+        torch.manual_seed(0)
+        scores.append(sampler.actor_buffer(rb).sample()["score"])
+    torch.testing.assert_close(*scores)
