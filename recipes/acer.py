@@ -68,11 +68,9 @@ from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
-from recipes.common.collector import make_collector
 from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Normalizer, make_network, to_tensor
-from recipes.common.replay import make_replay
 from recipes.common.run import Run
 from recipes.common.schemas import WITH_Q, ACERConfig, ACERRun
 from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates
@@ -275,7 +273,7 @@ def train(config: ACERRun, run_dir: Path) -> int:
         The exit code.
     """
     acer = config.acer
-    # One environment per evaluation episode. The collector below makes the training environments.
+    # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_env)
     device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
@@ -310,23 +308,16 @@ def train(config: ACERRun, run_dir: Path) -> int:
         )
 
     # The losses give SQUARED TD errors.
-    replay = make_replay(config, device, td_error="squared", wrap=slices)
+    replay = run.make_replay(td_error="squared", wrap=slices)
 
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
     behaviour = CurrentPolicy(policy, normalizer, device)
-
-    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
-    collector = make_collector(config, make_env, behaviour)
-
-    def columns(_steps: int) -> dict[str, float]:
-        return {"training_return": statistics.fmean(collector.returns or [math.nan])}
-
     run.attach(
-        collector,
+        behaviour,
         replay,
         policy=behaviour.most_probable,
-        columns=columns,
+        columns=lambda _: {"training_return": statistics.fmean(run.collector.returns or [math.nan])},
         losses=tuple(loss_module.out_keys),
         state={"loss": loss_module, "optimizer": optimizer, "normalizer": normalizer},
     )

@@ -47,14 +47,14 @@ from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 from torchrl.objectives.utils import TargetNetUpdater
 
 from recipes.common.cagrad import cagrad_gradients, table_losses
-from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.networks import make_network, on_arrays
 from recipes.common.q_values import TargetValues, room_columns
-from recipes.common.replay import loss_keys, make_replay
+from recipes.common.replay import loss_keys
 from recipes.common.run import Run
-from recipes.common.schemas import DQNConfig, DQNRun
+from recipes.common.schemas import DistributedRun, DQNConfig, DQNRun
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
 from torchrl_replay_ext import clip_gradients
 
@@ -122,7 +122,7 @@ def make_update(
     return update
 
 
-def train(config: DQNRun, run_dir: Path) -> int:
+def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -132,8 +132,8 @@ def train(config: DQNRun, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    dqn = config.dqn
-    # One environment per evaluation episode. The collector below makes the training environments.
+    dqn: DQNConfig = config.learning
+    # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_discrete_env)
     device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
@@ -143,18 +143,16 @@ def train(config: DQNRun, run_dir: Path) -> int:
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module, target = make_loss(dqn, actor)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
-    replay = make_replay(config, device, td_error="squared")
+    replay = run.make_replay(td_error="squared")
 
-    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     greedy = on_arrays(lambda observations: network(observations).argmax(-1), device)
     behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=config.seed)
-    collector = make_collector(config, make_discrete_env, behaviour)
-
     values = TargetValues(loss_module, device)
     of_rooms = room_columns(config.env, values, dqn.gamma)
     run.attach(
-        collector,
+        behaviour,
         replay,
+        actor=actor,
         policy=greedy,
         epsilon=dqn.evaluation_epsilon,
         value=values.of_steps if dqn.log_q_mean else None,
@@ -165,20 +163,16 @@ def train(config: DQNRun, run_dir: Path) -> int:
     # a tensor, because it can be annealed and a graph keeps numbers
     cagrad = None if dqn.cagrad is None else torch.zeros((), dtype=torch.float64, device=device)
     update = make_update(config, replay, loss_module, target, optimizer, cagrad)
-    write_and_update = make_round(update, replay, config, device)
+    learn = make_round(update, replay, run)
 
     with run:
         while run.continues():
             behaviour.epsilon = dqn.epsilon(run.env_steps)
             data = run.collect()
-            if dqn.copies_due(run.env_steps, collector.steps_of_batch):
+            if dqn.copies_due(run.env_steps, run.collector.steps_of_batch):
                 target.step()
-            if run.env_steps > dqn.learning_starts:
-                if cagrad is not None:
-                    cagrad.fill_(dqn.cagrad_after(run.updates))
-                for losses in write_and_update(data):
-                    run.log_losses(losses)
-            else:
-                replay.extend(data)
+            if cagrad is not None:
+                cagrad.fill_(dqn.cagrad_after(run.updates))
+            learn(data)  # writes the batch; updates begin after dqn.learning_starts
             run.end_round()
     return run.exit_code

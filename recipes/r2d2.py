@@ -43,11 +43,9 @@ from torch import Tensor
 from torch.nn.functional import mse_loss, smooth_l1_loss
 from torchrl.data import Sequence, TensorDictReplayBuffer
 
-from recipes.common.collector import make_collector
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
-from recipes.common.replay import make_replay
 from recipes.common.run import Run
 from recipes.common.schemas import R2D2Config, R2D2Run
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates
@@ -158,7 +156,7 @@ def train(config: R2D2Run, run_dir: Path) -> int:
         The exit code.
     """
     r2d2 = config.r2d2
-    # One environment per evaluation episode. The collector below makes the training environments.
+    # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_discrete_env)
     device, evaluation = run.device, run.evaluation
     if len(evaluation.observation_space.shape or ()) != 1:
@@ -170,14 +168,11 @@ def train(config: R2D2Run, run_dir: Path) -> int:
     target = deepcopy(network).requires_grad_(False)
     optimizer = make_optimizer(r2d2.optimizer, network.parameters(), r2d2.learning_rate)
     windows = Sequence(length=r2d2.sequence_length, burn_in=r2d2.burn_in)
-    replay = make_replay(config, device, td_error="absolute", windows=windows)
+    replay = run.make_replay(td_error="absolute", windows=windows)
 
-    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
-    collector = make_collector(config, make_discrete_env, behaviour, on_begin=behaviour.begin)
-
     run.attach(
-        collector,
+        behaviour,
         replay,
         policy=network,
         epsilon=r2d2.evaluation_epsilon,
@@ -185,17 +180,12 @@ def train(config: R2D2Run, run_dir: Path) -> int:
         columns=lambda steps: {"epsilon": r2d2.epsilon(steps)},
         state={"network": network, "target": target, "optimizer": optimizer, "behaviour": behaviour},
     )
-    write_and_update = make_round(make_update(config, replay, network, target, optimizer), replay, config, device)
+    learn = make_round(make_update(config, replay, network, target, optimizer), replay, run)
 
     with run:
         while run.continues():
             behaviour.epsilon = r2d2.epsilon(run.env_steps)
             # One column per environment, so the buffer needs no trajectory ids.
-            data = run.collect().exclude("collector").reshape(-1, config.num_envs)
-            if run.env_steps > r2d2.learning_starts:
-                for losses in write_and_update(data):
-                    run.log_losses(losses)
-            else:
-                replay.extend(data)
+            learn(run.collect().exclude("collector").reshape(-1, config.num_envs))
             run.end_round()
     return run.exit_code

@@ -41,13 +41,13 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
-from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, loss_keys, make_replay
+from recipes.common.replay import actor_batches, loss_keys
 from recipes.common.run import Run
-from recipes.common.schemas import SACConfig, SACRun
+from recipes.common.schemas import DistributedRun, SACConfig, SACRun
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
@@ -154,7 +154,7 @@ def make_update(
     return update
 
 
-def train(config: SACRun, run_dir: Path) -> int:
+def train(config: SACRun | DistributedRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -164,8 +164,8 @@ def train(config: SACRun, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    sac = config.sac
-    # One environment per evaluation episode. The collector below makes the training environments.
+    sac: SACConfig = config.learning
+    # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_continuous_env)
     device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
@@ -174,34 +174,27 @@ def train(config: SACRun, run_dir: Path) -> int:
     policy, loss_module = make_loss(sac, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=sac.tau)
     optimizers = make_optimizers(sac, loss_module)
-    replay = make_replay(config, device, td_error="absolute", policy=make_actor(policy))
+    actor = make_actor(policy)
+    replay = run.make_replay(td_error="absolute", policy=actor)
 
     # The policy as functions of arrays: samples for training, the mode for evaluations.
     stochastic = on_arrays(lambda observations: torch.tanh(torch.normal(*policy(observations))), device)
     deterministic = on_arrays(lambda observations: torch.tanh(policy(observations)[0]), device)
-
-    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(stochastic, evaluation.action_space, seed=config.seed)
-    collector = make_collector(config, make_continuous_env, behaviour)
-
     run.attach(
-        collector,
+        behaviour,
         replay,
+        actor=actor,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue", "loss_alpha", "alpha", "entropy"),
         state={"loss": loss_module, "behaviour": behaviour, **optimizers},
     )
     update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
-    write_and_update = make_round(update, replay, config, device)
+    learn = make_round(update, replay, run)
 
     with run:
         while run.continues():
-            behaviour.epsilon = float(run.env_steps < sac.learning_starts)  # random actions at first
-            data = run.collect()
-            if run.env_steps > sac.learning_starts:
-                for losses in write_and_update(data):
-                    run.log_losses(losses)
-            else:
-                replay.extend(data)
+            behaviour.epsilon = sac.epsilon(run.env_steps)  # random actions at first
+            learn(run.collect())  # writes the batch; updates begin after sac.learning_starts
             run.end_round()
     return run.exit_code

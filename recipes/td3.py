@@ -41,13 +41,13 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
-from recipes.common.collector import EpsilonRandom, make_collector
+from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, loss_keys, make_replay
+from recipes.common.replay import actor_batches, loss_keys
 from recipes.common.run import Run
-from recipes.common.schemas import THETA, TD3Config, TD3Run
+from recipes.common.schemas import THETA, DistributedRun, TD3Config, TD3Run
 from recipes.common.update import Update, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
@@ -162,7 +162,7 @@ def make_update(
     return update
 
 
-def train(config: TD3Run, run_dir: Path) -> int:
+def train(config: TD3Run | DistributedRun, run_dir: Path) -> int:
     """Train and evaluate; write config.yaml, progress.csv, learning_curve.png and checkpoint.zip to `run_dir`.
 
     Args:
@@ -172,8 +172,8 @@ def train(config: TD3Run, run_dir: Path) -> int:
     Returns:
         The exit code.
     """
-    td3 = config.td3
-    # One environment per evaluation episode. The collector below makes the training environments.
+    td3: TD3Config = config.learning
+    # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_continuous_env)
     device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
@@ -182,13 +182,8 @@ def train(config: TD3Run, run_dir: Path) -> int:
     policy, loss_module = make_loss(td3, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=td3.tau)
     optimizers = make_optimizers(td3, loss_module)
-    replay = make_replay(
-        config,
-        device,
-        td_error="squared",
-        policy=TensorDictModule(policy, in_keys=["observation"], out_keys=["action"]),
-        noise_scale=td3.exploration_noise,
-    )
+    actor = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    replay = run.make_replay(td_error="squared", policy=actor, noise_scale=td3.exploration_noise)
 
     # The policy as functions of arrays: with noise for training, without noise for evaluations.
     deterministic = on_arrays(policy, device)
@@ -198,28 +193,22 @@ def train(config: TD3Run, run_dir: Path) -> int:
         action = deterministic(observations)
         return (action + noise(action.shape)).clip(-1, 1)
 
-    # The environments run on the CPU. Batches stay on the CPU until they are written to the buffer.
     behaviour = EpsilonRandom(noisy, evaluation.action_space, seed=config.seed)
-    collector = make_collector(config, make_continuous_env, behaviour)
-
     run.attach(
-        collector,
+        behaviour,
         replay,
+        actor=actor,
+        noise_scale=td3.exploration_noise,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
         state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **optimizers},
     )
     update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
-    write_and_update = make_round(update, replay, config, device)
+    learn = make_round(update, replay, run)
 
     with run:
         while run.continues():
-            behaviour.epsilon = float(run.env_steps < td3.learning_starts)  # random actions at first
-            data = run.collect()
-            if run.env_steps > td3.learning_starts:
-                for losses in write_and_update(data):
-                    run.log_losses(losses)
-            else:
-                replay.extend(data)
+            behaviour.epsilon = td3.epsilon(run.env_steps)  # random actions at first
+            learn(run.collect())  # writes the batch; updates begin after td3.learning_starts
             run.end_round()
     return run.exit_code

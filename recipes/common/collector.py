@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import gymnasium
@@ -12,7 +11,6 @@ from gymnasium.spaces import Discrete
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import MultiStepTransform
 
-from recipes.common.config import RunConfig
 from recipes.common.replayable_env import ReplayableEnv
 
 # Number of finished episodes whose returns are kept.
@@ -39,7 +37,7 @@ class EpsilonRandom:
     def __init__(self, policy: Callable[[np.ndarray], np.ndarray], action_space: gymnasium.Space, *, seed: int):
         self.epsilon = 1.0
         self._policy = policy
-        self._space: Any = action_space
+        self.space: Any = action_space
         self._rng = np.random.default_rng(seed)
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
@@ -52,7 +50,7 @@ class EpsilonRandom:
         return np.where(random.reshape(-1, *[1] * (action.ndim - 1)), action, self._policy(observations))
 
     def _random_actions(self, count: int) -> np.ndarray:
-        space = self._space
+        space = self.space
         if isinstance(space, Discrete):
             return self._rng.integers(int(space.n), size=count)
         return self._rng.uniform(space.low, space.high, size=(count, *space.shape)).astype(np.float32)
@@ -137,7 +135,8 @@ class NStep:
 
 
 # Maps observations [envs, ...] to the actions, or to a dict of "action" and further entries to store, each [envs, ...].
-Behaviour = Callable[[np.ndarray], np.ndarray | dict[str, np.ndarray]]
+# If it remembers observations, it has a method `begin`, which gets the indices of environments that begin an episode.
+Behaviour = Any
 
 
 class VectorCollector:
@@ -149,7 +148,7 @@ class VectorCollector:
 
     Args:
         envs: functions that make the environments.
-        behaviour: the policy, see Behaviour. A checkpoint must save its random state separately.
+        behaviour: the behaviour policy, see Behaviour. A checkpoint must save its random state separately.
         frames_per_batch: transitions per batch, a multiple of the number of environments.
         seed: seed of the environments, see :func:`environment_seed`.
         flags: names of bools in the environments' ``info``; they are stored as ``("next", "events", <name>)``.
@@ -157,8 +156,6 @@ class VectorCollector:
         n_step: n of n-step transitions, see :class:`NStep`. The first batch then takes n more
             steps of each environment. Default: 1.
         gamma: discount factor of n-step transitions. Default: 1.
-        on_begin: called with the indices of environments that begin a new episode, before the behaviour acts there.
-            Default: None.
     """
 
     def __init__(
@@ -171,11 +168,9 @@ class VectorCollector:
         flags: Sequence[str] = (),
         n_step: int = 1,
         gamma: float = 1.0,
-        on_begin: Callable[[Sequence[int] | np.ndarray], None] | None = None,
     ):
         self._envs = [ReplayableEnv(make(), environment_seed(seed, number)) for number, make in enumerate(envs)]
         self._behaviour = behaviour
-        self._on_begin = on_begin
         self._flags = flags
         self._steps = frames_per_batch // len(envs)
         space = self._envs[0].env.observation_space
@@ -228,7 +223,7 @@ class VectorCollector:
     def _step(self) -> dict[str, np.ndarray]:
         """Step all environments, reset those whose episodes ended, and return the entries of the step by name."""
         before, trajectory, chosen = self._observation, self._trajectory, self._behaviour(self._observation)
-        entries = chosen if isinstance(chosen, dict) else {"action": chosen}
+        entries: dict[str, np.ndarray] = chosen if isinstance(chosen, dict) else {"action": chosen}
         results = [env.step(action) for env, action in zip(self._envs, entries["action"], strict=True)]
         after, reward, terminated, truncated, infos = zip(*results, strict=True)
         reward = np.array(reward, np.float64)
@@ -253,8 +248,8 @@ class VectorCollector:
         self._trajectory[envs] = np.arange(self._next_trajectory, self._next_trajectory + len(envs))
         self._next_trajectory += len(envs)
         self._return[envs] = 0.0
-        if self._on_begin is not None:
-            self._on_begin(envs)
+        if hasattr(self._behaviour, "begin"):
+            self._behaviour.begin(envs)
 
     def resume(self) -> list[int]:
         """After a resume: the indices of environments that could not continue their episodes and started new ones."""
@@ -289,32 +284,6 @@ class VectorCollector:
         """Close the environments."""
         for env in self._envs:
             env.env.close()
-
-
-def make_collector(
-    config: RunConfig,
-    make: Callable[..., gymnasium.Env],
-    behaviour: Behaviour,
-    on_begin: Callable[[Sequence[int] | np.ndarray], None] | None = None,
-) -> VectorCollector:
-    """The collector of a run. Batches stay on the CPU, where environments run, until they are written to the buffer.
-
-    Args:
-        config: the run's configuration.
-        make: makes an environment from its configuration, see recipes.common.environment.
-        behaviour: see :class:`VectorCollector`.
-        on_begin: see :class:`VectorCollector`. Default: None.
-    """
-    return VectorCollector(
-        [partial(make, config.env, training=True)] * config.num_envs,
-        behaviour,
-        frames_per_batch=config.learning.train_interval,
-        seed=config.seed,
-        flags=config.env.flags,
-        n_step=config.learning.n_step,
-        gamma=config.learning.gamma,
-        on_begin=on_begin,
-    )
 
 
 def _observed(observations: torch.Tensor) -> torch.Tensor:

@@ -224,6 +224,10 @@ class FixedRoundsConfig(LearningConfig):
         """Number of gradient updates in a whole run."""
         return self.num_rounds() * self.gradient_steps
 
+    def epsilon(self, step: int) -> float:
+        """Probability of a random action after `step` steps: 1 until learning starts, then 0."""
+        return float(step < self.learning_starts)
+
 
 @dataclass
 class RunConfig(Checked):

@@ -38,6 +38,7 @@ class Curve:
     values: dict[str, np.ndarray]
     column: str = RETURN
     stopped: bool = False  # it ended early because it had reached the threshold
+    reached: float | None = None  # env steps at the threshold of a study, if the run reached it
 
     def at(self, steps: np.ndarray, column: str) -> np.ndarray:
         """The latest value at each of `steps`; NaN before the first evaluation and after the end, unless `stopped`."""

@@ -9,20 +9,23 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium.spaces import Discrete
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torchrl.collectors.distributed import RayCollector
-from torchrl.data import Binary, Composite
+from torchrl.data import Binary, Bounded, Categorical, Composite
 from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
+from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.collector import environment_seed
+from recipes.common.collector import EpsilonRandom, environment_seed
 from recipes.common.config import EVENT_TABLES, EnvConfig
 from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError, LostProcess
@@ -79,24 +82,19 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
         yield
 
 
-@contextmanager
-def noticing_lost_actors() -> Iterator[None]:
-    """Raise LostProcess if a call of an actor fails because its process has ended. Other errors are not changed.
+def lost_process(error: BaseException | None) -> BaseException | None:
+    """LostProcess in place of an error that a call of an actor raises because its process has ended.
 
-    Raises:
-        LostProcess: if the process of a collector was killed, ran out of memory or crashed, or those of all shards of
-            the replay buffer, without a checkpoint.
+    The process of a collector was killed, ran out of memory or crashed, or those of all shards of the replay buffer,
+    without a checkpoint. Other errors are returned unchanged.
     """
-    try:
-        yield
-    except Exception as error:
-        import ray.exceptions
+    import ray.exceptions
 
-        lost = "the replay buffer" if isinstance(error, Lost) else "a collector"
-        # Sending weights to a lost process raises a Gloo error.
-        if not isinstance(error, (Lost, ray.exceptions.RayActorError)) and "/gloo/" not in str(error):
-            raise
-        raise LostProcess(f"the process of {lost} has ended (killed, or out of memory?)") from error
+    lost = "the replay buffer" if isinstance(error, Lost) else "a collector"
+    # Sending weights to a lost process raises a Gloo error.
+    if not isinstance(error, (Lost, ray.exceptions.RayActorError)) and "/gloo/" not in str(error):
+        return error
+    return LostProcess(f"the process of {lost} has ended (killed, or out of memory?)")
 
 
 def _event_writer(*arguments: Any) -> EventTableWriter:
@@ -212,18 +210,33 @@ class RemoteCollector:
 
     Args:
         config: the run's configuration; each collector steps ``num_envs`` environments.
-        policy: the policy, on the CPU. A collector uses the weights at the time when its batch is requested.
+        actor: the policy. A collector uses the weights at the time when its batch is requested.
+        noise_scale: standard deviation of the Gaussian noise that is added to continuous actions; 0: no noise.
+        behaviour: its ``epsilon`` is the probability of a random action.
         replay: the buffer that the collectors write to.
     """
 
-    def __init__(self, config: DistributedRun, policy: TensorDictModuleBase, replay: RemoteReplay):
+    def __init__(
+        self,
+        config: DistributedRun,
+        actor: TensorDictModuleBase,
+        noise_scale: float,
+        behaviour: EpsilonRandom,
+        replay: RemoteReplay,
+    ):
         self._seed, self._starts, self._replay = config.seed, 0, replay
-        self._policy, self.steps_of_batch = policy, config.learning.train_interval
+        self._actor, self._behaviour, self.steps_of_batch = actor, behaviour, config.learning.train_interval
+        space = behaviour.space
+        spec = Categorical(space.n) if isinstance(space, Discrete) else Bounded(-1.0, 1.0, torch.Size(space.shape))
+        # The collectors have no GPU: they get a copy on the CPU.
+        self._acting, self._random = deepcopy(actor).cpu(), EGreedyModule(spec, eps_init=1.0, eps_end=0.0)
+        noise = [AdditiveGaussianModule(spec, sigma_init=noise_scale, sigma_end=noise_scale)] if noise_scale else []
+        self._policy = TensorDictSequential([self._acting, *noise, self._random])
         count, keys = config.num_collectors, (*STORED_KEYS, *((*FLAGS, name) for name in config.env.flags))
         own: dict[str, Any] = {"auto_register_policy_transforms": False}
         self._collector = RayCollector(
             [partial(make_remote_env, config.env, config.num_envs)] * count,
-            policy,
+            self._policy,
             frames_per_batch=self.steps_of_batch,
             total_frames=sys.maxsize,
             replay_buffer=replay,  # pyright: ignore[reportArgumentType]: has what RayCollector needs
@@ -233,12 +246,19 @@ class RemoteCollector:
             collector_kwargs=[own | {"postproc": partial(stored_rows, worker, count, keys)} for worker in range(count)],
         )
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches without entries; the collectors write the data to the buffer."""
+    def __iter__(self) -> Iterator[None]:
+        """Yield None for each batch; the collectors write the data to the buffer."""
         self._collector.set_seed(environment_seed(self._seed, self._starts))
+        self._take_weights()
         self._collector.update_policy_weights_(self._policy)
         for _ in self._collector:
-            yield TensorDict({}, [self.steps_of_batch])
+            yield None
+            self._take_weights()
+
+    def _take_weights(self) -> None:
+        """The weights of the actor and the present probability of random actions, for the next batch."""
+        self._acting.load_state_dict(self._actor.state_dict())
+        self._random.get_buffer("eps").fill_(self._behaviour.epsilon)
 
     def resume(self) -> list[int]:
         """After a resume, collectors start new episodes with new seeds; the samplers have ended those of the buffer."""

@@ -1,6 +1,7 @@
 """Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,6 @@ TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves
 NEITHER = "neither reached"
 MEDIAN: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6, "linewidth": 1.6}
-Row = dict[str, str]
 
 
 @dataclass
@@ -36,49 +36,38 @@ class Study:
 
     Args:
         config: configuration of the study.
-        rows: rows of runs.csv by environment, variant and seed, and "final <column>" for each column of study.also,
-            the mean of the last tenth of the evaluations.
-        runs: evaluations of the runs, by environment, variant and seed.
+        rows: rows of runs.csv.
+        runs: evaluations of the runs, by environment and variant, for those that have runs.
     """
 
     config: StudyConfig
-    rows: Mapping[str, Mapping[str, Mapping[int, Row]]]
-    runs: Mapping[str, Mapping[str, Mapping[int, Curve]]]
+    rows: Sequence[Mapping[str, str]]
+    runs: Mapping[str, Mapping[str, list[Curve]]]
 
-    def values(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
-        """The number that `of` computes from the row of each run, [seeds]."""
-        return np.array([of(row) for row in self.rows[env][variant].values()])
+    def values(self, env: str, variant: str, of: Callable[[Curve], float]) -> np.ndarray:
+        """The number that `of` computes from each run, [seeds]."""
+        return np.array([of(run) for run in self.runs[env][variant]])
 
-    def pairs(self, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> np.ndarray:
+    def pairs(self, env: str, variant: str, of: Callable[[Curve], float]) -> np.ndarray:
         """That number for (baseline, variant), [n, 2], for the n seeds that both have."""
-        theirs, ours = self.rows[env][self.config.baseline], self.rows[env][variant]
-        seeds = sorted(ours.keys() & theirs.keys())
-        return np.array([(of(theirs[seed]), of(ours[seed])) for seed in seeds]).reshape(-1, 2)
+        theirs, ours = (
+            {run.seed: of(run) for run in self.runs[env].get(name, [])} for name in (self.config.baseline, variant)
+        )
+        return np.array([(theirs[seed], ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]).reshape(-1, 2)
 
     def peaks(self) -> Peaks:
         """The peak scores of the runs."""
-        runs = {env: {name: [*seeds.values()] for name, seeds in of.items()} for env, of in self.runs.items()}
-        return Peaks(runs, [*self.config.variants], self.config.baseline)
-
-    def finished(self) -> dict[str, list[str]]:
-        """The variants that have runs, for each environment that has runs."""
-        found = {env: [name for name in self.config.variants if self.rows[env][name]] for env in self.config.envs}
-        return {env: variants for env, variants in found.items() if variants}
+        return Peaks(self.runs, [*self.config.variants], self.config.baseline)
 
 
-def steps_of(row: dict[str, str]) -> float:
+def steps_of(run: Curve) -> float:
     """Env steps to the threshold; all env steps if the run did not reach it."""
-    return float(row["reached"] or row["env_steps"])
+    return float(run.steps[-1] if run.reached is None else run.reached)
 
 
-def censored_of(row: dict[str, str]) -> bool:
+def censored_of(run: Curve) -> bool:
     """Whether the run ended before it reached the threshold, so that `steps_of` is a lower bound."""
-    return row["reached"] == ""
-
-
-def final_of(row: dict[str, str], column: str | None = None) -> float:
-    """The mean of the last tenth of a run's evaluations; `column`: one of study.also, None for study.column."""
-    return float(row["final" if column is None else f"final {column}"])
+    return run.reached is None
 
 
 def read_study(out: Path) -> Study:
@@ -90,21 +79,18 @@ def read_study(out: Path) -> Study:
     for name in (STUDY, RUNS, CURVES):
         if not (out / name).is_file():
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
-    config = parse_config(load_config(out / STUDY), StudyConfig)
+    config, rows = parse_config(load_config(out / STUDY), StudyConfig), read_rows(out / RUNS)
     columns = (config.column, *config.also)
     curves = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
-    rows: defaultdict[str, defaultdict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
-    runs: defaultdict[str, defaultdict[str, dict[int, Curve]]] = defaultdict(lambda: defaultdict(dict))
-    for row in read_rows(out / RUNS):
-        env, variant, seed = row["env"], row["variant"], int(row["seed"])
-        curve = curves[env, variant, seed]
-        for column in config.also:
-            row[f"final {column}"] = str(np.mean(curve.values[column][-math.ceil(len(curve.steps) / 10) :]))
-        threshold = None if row["threshold"] == "" else float(row["threshold"])
+    found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
+    for row in rows:
+        threshold, reached = (float(row[key]) if row[key] else None for key in ("threshold", "reached"))
         stopped = threshold is not None and reaches(float(row["last"]), threshold)
-        rows[env][variant][seed] = row
-        runs[env][variant][seed] = replace(curve, threshold=threshold, column=config.column, stopped=stopped)
-    return Study(config, rows, runs)
+        own = {"threshold": threshold, "reached": reached, "stopped": stopped, "column": config.column}
+        curve = curves[row["env"], row["variant"], int(row["seed"])]
+        found[row["env"], row["variant"]].append(replace(curve, **own))
+    runs = {env: {name: found[env, name] for name in config.variants if found[env, name]} for env in config.envs}
+    return Study(config, rows, {env: variants for env, variants in runs.items() if variants})
 
 
 def study_directory(name: str) -> Path:
@@ -173,13 +159,23 @@ def result_of(study: Study, env: str, variant: str) -> list[str]:
         f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
         format_ratio(pairs, study.pairs(env, variant, censored_of)) if compared else "",
         study.config.claims.get(env, {}).get(variant, ""),
-        *last_evaluations(study, env, variant, final_of),
+        *last_evaluations(study, env, variant, study.config.column),
     ]
 
 
-def last_evaluations(study: Study, env: str, variant: str, of: Callable[[dict[str, str]], float]) -> tuple[str, str]:
-    """The texts of the interquartile mean of `of` over seeds, and of its mean difference to the baseline."""
-    largest = max(np.abs(study.values(env, name, of)).max() for name in study.finished()[env])
+def last_evaluations(study: Study, env: str, variant: str, column: str) -> tuple[str, str]:
+    """The texts of the interquartile mean over seeds, and of the mean difference to the baseline.
+
+    They are those of the means of each run over the last tenth of its evaluations.
+    """
+
+    def of(run: Curve) -> float:
+        return float(mean(run.values[column][-math.ceil(len(run.steps) / 10) :]))
+
+    # "final" in runs.csv is such a mean; the intervals of BCa depend on the last bit
+    mean: Callable[[np.ndarray], Any] = statistics.fmean if column == study.config.column else np.mean
+
+    largest = max(np.abs(study.values(env, name, of)).max() for name in study.runs[env])
     form = "{:.2f}" if largest < 10 else "{:.1f}"
     pairs, difference = study.pairs(env, variant, of), ""
     if variant != study.config.baseline and len(pairs):
@@ -215,7 +211,7 @@ def format_further_columns(study: Study) -> str:
     pairs = ((f"last evaluations of {figures.label(name)}: IQM", f"difference to {baseline}") for name in names)
 
     def cells(env: str, variant: str) -> list[str]:
-        return [*chain(*(last_evaluations(study, env, variant, partial(final_of, column=name)) for name in names))]
+        return [*chain(*(last_evaluations(study, env, variant, name) for name in names))]
 
     return _table(study, [*chain(*pairs)], cells)
 
@@ -223,7 +219,7 @@ def format_further_columns(study: Study) -> str:
 def _table(study: Study, head: Sequence[str], cells_of: Callable[[str, str], Sequence[str]]) -> str:
     lines = [
         (figures.env_label(env), figures.label(name), *cells_of(env, name))
-        for env, variants in study.finished().items()
+        for env, variants in study.runs.items()
         for name in variants
     ]
     return "|" + markdown(("", "variant", *head), lines)[2:]  # the first column has no title
@@ -232,7 +228,7 @@ def _table(study: Study, head: Sequence[str], cells_of: Callable[[str, str], Seq
 def conclusions(study: Study) -> list[str]:
     """A sentence for each environment and variant: its steps beside those of the baseline, as in the table."""
     baseline, sentences = study.config.baseline, []
-    for env, variants in study.finished().items():
+    for env, variants in study.runs.items():
         for variant in variants:
             seeds = len(study.pairs(env, variant, steps_of))
             if variant == baseline or not seeds:
@@ -249,9 +245,8 @@ def conclusions(study: Study) -> list[str]:
 
 def provenance(study: Study) -> str:
     """Command, seeds, commits and versions of torch that produced the study."""
-    rows = [row for variants in study.rows.values() for seeds in variants.values() for row in seeds.values()]
-    seeds = sorted({int(row["seed"]) for row in rows})
-    commits, versions = (sorted({row[key] for row in rows}) for key in ("commit", "torch"))
+    seeds = sorted({int(row["seed"]) for row in study.rows})
+    commits, versions = (sorted({row[key] for row in study.rows}) for key in ("commit", "torch"))
     command = f"python -m recipes.study study={study.config.name}"
     return f"{command}; seeds {seeds[0]} to {seeds[-1]}; commit {', '.join(commits)}; torch {', '.join(versions)}"
 
@@ -271,7 +266,7 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
     Returns:
         The entries of the legend for marks that are not those of a variant.
     """
-    variants, entries = study.finished()[env], {}
+    variants, entries = [*study.runs[env]], {}
 
     def grey(marker: str) -> Artist:
         return figures.sample_line(figures.Look(figures.GREY, marker), linestyle="")
@@ -301,11 +296,10 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
 @figures.styled
 def draw(study: Study) -> Figure:
     """Draw the figure: for each environment learning curves, then the steps of each seed, with median and interval."""
-    config, finished = study.config, study.finished()
-    panels_by_env = {env: [*panels_of(variants, config.baseline), None] for env, variants in finished.items()}
-    panels = [(env, panel) for env, panels in panels_by_env.items() for panel in panels]
-    styles = figures.looks(dict.fromkeys(variant for variants in finished.values() for variant in variants))
-    runs_of = [[*study.runs[env][variant].values()] for env, variants in finished.items() for variant in variants]
+    config = study.config
+    panels = [(env, panel) for env, of in study.runs.items() for panel in (*panels_of([*of], config.baseline), None)]
+    styles = figures.looks(dict.fromkeys(variant for variants in study.runs.values() for variant in variants))
+    runs_of = [runs for variants in study.runs.values() for runs in variants.values()]
     window = 2 * (max(len(run.steps) for runs in runs_of for run in runs) // 40) + 1
     largest = max(run.steps[-1] for runs in runs_of for run in runs)
     entries: dict[str, Artist | tuple[Artist, ...]] = dict(curve_entries(styles))
@@ -316,11 +310,11 @@ def draw(study: Study) -> Figure:
             entries |= draw_steps(axes, study, env, styles)
             axes.set_xlabel(figures.count_steps(axes.xaxis, largest, "steps to the threshold"))
             continue
-        groups = {variant: [*study.runs[env][variant].values()] for variant in panel}
+        groups = {variant: study.runs[env][variant] for variant in panel}
         draw_curves(axes, groups, config.column, styles, window)
         axes.set_xlabel(figures.count_steps(axes.xaxis, largest))
         if (threshold := groups[panel[0]][0].threshold) is not None:
-            figures.threshold_line(axes, threshold, entries, len(finished) > 1)
+            figures.threshold_line(axes, threshold, entries, len(study.runs) > 1)
     note = curve_note(runs_of, window) + " Small dots: runs; large markers: medians with 95 % intervals."
     figures.explain(figure, entries, note)
     return figure

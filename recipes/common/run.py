@@ -6,14 +6,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import CppCompileError
@@ -22,20 +24,17 @@ from tqdm import tqdm
 
 from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
-from recipes.common.collector import VectorCollector
+from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.curves import plot_runs
 from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
 from recipes.common.progress import Means, Progress, warn
-from recipes.common.replay import PRIORITIZED, end_last_episodes, require_frames, require_memory
+from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
+from recipes.common.schemas import DistributedRun
 from recipes.common.tables import reaches
 from recipes.common.video import Camera
-
-if TYPE_CHECKING:
-    # recipes.common.remote imports Ray if it is installed, which takes a second
-    from recipes.common.remote import RemoteCollector
 
 CURVE = "learning_curve.png"
 
@@ -85,8 +84,9 @@ class Run:
     """A training run: everything around the loop that the recipe writes.
 
         run = Run(config, run_dir, make_env)
-        ...                              # networks, optimizers, buffer and collector, on run.device
-        run.attach(collector, replay, policy=policy, losses=("loss",), state={"loss": loss_module, ...})
+        ...                              # networks and optimizers, on run.device
+        replay = run.make_replay(td_error="squared")
+        run.attach(behaviour, replay, policy=policy, losses=("loss",), state={"loss": loss_module, ...})
         with run:
             while run.continues():
                 data = run.collect()
@@ -106,17 +106,18 @@ class Run:
         config: the configuration.
         run_dir: directory of the run.
         make: makes an environment from its configuration, see recipes.common.environment.
-        remote: whether the buffer is in other processes, on the CPU. Default: False, it is on the device.
 
     Raises:
         ConfigError: if the directory holds another run, the device does not fit, or the buffer is too large for it.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env], *, remote: bool = False):
+    def __init__(self, config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env]):
         if config.resume is None and (run_dir / CONFIG).exists():
             way = f"resume it (resume={run_dir}) or choose another directory"
             raise ConfigError(f"{run_dir} holds a run already: {way}")
-        self._config, self._run_dir, self._is_local, self.exit_code = config, run_dir, not remote, FAILED
+        self.config, self._run_dir, self._make, self.exit_code = config, run_dir, make, FAILED
+        # buffer and collectors in other processes, on the CPU; the module imports Ray, which takes a second
+        self._remote = import_module("recipes.common.remote") if isinstance(config, DistributedRun) else None
         self.device = find_device(config.device)
         """Device of the networks."""
         if config.cudagraphs and self.device.type != "cuda":
@@ -127,11 +128,23 @@ class Run:
         torch.manual_seed(config.seed)
         self.evaluation = Evaluation(make, config.env, config.learning.evaluation_episodes)
         """The environments of evaluations, one for each episode."""
-        require_memory(config, self.evaluation.observation_space, torch.device("cpu") if remote else self.device)
+        place = self.device if self._remote is None else torch.device("cpu")
+        require_memory(config, self.evaluation.observation_space, place)
+
+    def make_replay(self, *, td_error: str, **options: Any) -> Any:
+        """Build the buffer: a TensorDictReplayBuffer, or in recipes.distributed a RemoteReplay.
+
+        Args:
+            td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
+            **options: see recipes.common.replay.make_replay.
+        """
+        if self._remote is not None:
+            return self._remote.RemoteReplay(self.config, self.device, self._run_dir, td_error)
+        return make_replay(self.config, self.device, td_error=td_error, **options)
 
     def attach(
         self,
-        collector: "VectorCollector | RemoteCollector",
+        behaviour: Behaviour,
         replay: Any,
         *,
         policy: Policy,
@@ -140,20 +153,39 @@ class Run:
         epsilon: float = 0.0,
         value: Value | None = None,
         columns: Callable[[int], dict[str, float]] = lambda _steps: {},
+        actor: TensorDictModuleBase | None = None,
+        noise_scale: float = 0.0,
     ) -> None:
-        """Set what the loop works with, and load the checkpoint of a resumed run.
+        """Set what the loop works with, build the collector, and load the checkpoint of a resumed run.
+
+        Environments run on the CPU. Batches stay there until they are written to the buffer.
 
         Args:
-            collector: yields batches of transitions.
-            replay: the buffer, a TensorDictReplayBuffer or a RemoteReplay.
+            behaviour: the behaviour policy, see recipes.common.collector.
+            replay: the buffer, see :meth:`make_replay`.
             policy: the policy to evaluate; see recipes.common.evaluation.Policy.
             losses: names of the numbers that the updates return; the progress bar shows the first two.
             state: networks, optimizers and other objects with state, for the checkpoint.
             epsilon: probability of a random action in evaluations, for discrete actions. Default: 0.
             value: values of observations and actions, see recipes.common.evaluation.Value. Default: None.
             columns: maps the number of env steps to further numbers to log. Default: none.
+            actor: the policy that collectors of recipes.distributed act with. Default: None, the recipe has none.
+            noise_scale: standard deviation of the Gaussian noise that they add to its actions. Default: 0, no noise.
         """
-        config, self._collector, self._replay, self._policy = self._config, collector, replay, policy
+        config, learning = self.config, self.config.learning
+        if self._remote is not None:
+            collector = self._remote.RemoteCollector(config, actor, noise_scale, behaviour, replay)
+        else:
+            collector = VectorCollector(
+                [partial(self._make, config.env, training=True)] * config.num_envs,
+                behaviour,
+                frames_per_batch=learning.train_interval,
+                seed=config.seed,
+                flags=config.env.flags,
+                n_step=learning.n_step,
+                gamma=learning.gamma,
+            )
+        self.collector, self._replay, self._policy = collector, replay, policy
         self._epsilon, self._value, self._loss_names, self._columns = epsilon, value, losses, columns
         self._batches, self._counters, self._losses = iter(collector), Counters(), Means()
         # the attributes of the counters themselves: loading a checkpoint sets them
@@ -163,7 +195,7 @@ class Run:
             load_checkpoint(self._run_dir, self.device, **self._state)
             lost = collector.resume()
             if lost and not self._finished():
-                if config.learning.n_step == 1:  # otherwise the collector holds these steps and ends the episodes
+                if learning.n_step == 1:  # otherwise the collector holds these steps and ends the episodes
                     end_last_episodes(replay, config.num_envs, lost)
                 text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
                 warn(f"{text}; they start new episodes")
@@ -181,10 +213,10 @@ class Run:
         return self._counters.env_steps
 
     def __enter__(self) -> "Run":
-        config, run_dir = self._config, self._run_dir
+        config, run_dir = self.config, self._run_dir
         with ExitStack() as opened:
             opened.callback(self.evaluation.close)
-            opened.callback(self._collector.shutdown)
+            opened.callback(self.collector.shutdown)
             if self._camera is not None:
                 opened.callback(self._camera.close)
             opened.enter_context(locked(run_dir))
@@ -204,18 +236,18 @@ class Run:
         return self
 
     def _finished(self) -> bool:
-        solved = self._counters.reached_at is not None and self._config.stop_at_threshold
-        return solved or self.env_steps >= self._config.learning.total_steps
+        solved = self._counters.reached_at is not None and self.config.stop_at_threshold
+        return solved or self.env_steps >= self.config.learning.total_steps
 
     def continues(self) -> bool:
         """Whether another round follows: the run is neither finished nor interrupted."""
         return not self._finished() and not self._interrupted()
 
-    def collect(self) -> TensorDictBase:
-        """Collect a batch of ``train_interval`` transitions, and count its steps."""
+    def collect(self) -> Any:
+        """Collect a batch of ``train_interval`` transitions, and count its steps. None: it is in the buffer already."""
         batch = next(self._batches)
         self._previous_steps = self.env_steps
-        self._counters.env_steps += self._collector.steps_of_batch
+        self._counters.env_steps += self.collector.steps_of_batch
         return batch
 
     def log_losses(self, losses: Mapping[str, Tensor]) -> None:
@@ -225,7 +257,7 @@ class Run:
 
     def end_round(self) -> None:
         """Evaluate and save a checkpoint, if they are due, and move the progress bar."""
-        learning, interval, steps = self._config.learning, self._config.checkpoint_interval, self.env_steps
+        learning, interval, steps = self.config.learning, self.config.checkpoint_interval, self.env_steps
         if learning.evaluations_due(steps) > self._counters.evaluations:
             self._evaluate()
         self._bar.update(min(steps, learning.total_steps) - self._bar.n)
@@ -233,7 +265,7 @@ class Run:
             self._save()
 
     def _evaluate(self) -> None:
-        config, counters = self._config, self._counters
+        config, counters = self.config, self._counters
         counters.evaluations = config.learning.evaluations_due(self.env_steps)
         seed = [config.seed, counters.evaluations]
         row = {
@@ -246,7 +278,10 @@ class Run:
             "cpu_time": time.process_time() - self._cpu_started,
         }
         histograms: dict[str, Tensor] = {}
-        if self._is_local:
+        if self._remote is not None:
+            row["epsilon"] = config.learning.epsilon(self.env_steps)
+            row |= {f"sampler/{key}": value for key, value in self._replay.stats().items()}
+        else:
             require_frames(self._replay)
             sampler: Any = self._replay.sampler
             if type(sampler) in PRIORITIZED:
@@ -283,6 +318,8 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # Ctrl-C in a terminal also ends the compiler's processes.
         aborted = isinstance(error, (TorchDynamoException, CppCompileError)) and self._interrupted()
+        if self._remote is not None:
+            error = self._remote.lost_process(error)
         known = error is None or aborted or isinstance(error, LostProcess)
         with self._open:
             # After an aborted update, the last batch was collected but its updates were not made: nothing is saved.
@@ -296,7 +333,7 @@ class Run:
         run_dir, steps, counters = self._run_dir, self.env_steps, self._counters
         resumable = (run_dir / CHECKPOINT).is_file()
         way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
-        if self._config.logger.csv and counters.last_return is not None:
+        if self.config.logger.csv and counters.last_return is not None:
             try:
                 plot_runs([run_dir], run_dir / CURVE)
             except OSError as error:
@@ -308,7 +345,7 @@ class Run:
         if not self._finished():
             print(f"interrupted at step {steps}; {way}")
             return INTERRUPTED
-        outcome, threshold = f"{steps} steps", self._config.env.reward_threshold
+        outcome, threshold = f"{steps} steps", self.config.env.reward_threshold
         if threshold is not None:
             outcome = f"did not reach {threshold:g} in {outcome}"
         if counters.reached_at is not None:

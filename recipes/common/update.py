@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer
 
-from recipes.common.config import FixedRoundsRunConfig
 from recipes.common.errors import ConfigError, did_you_mean
+from recipes.common.run import Run
 from torchrl_replay_ext import AdamStep, compile_step
 
 # Writes new transitions to the buffer, unless they are None, and makes a fixed number of updates. Returns the numbers
@@ -39,38 +38,36 @@ def stack_updates(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([each[name].detach() for each in losses if name in each]) for name in losses[-1]}
 
 
-def make_round(
-    update: Update, replay: TensorDictReplayBuffer, config: FixedRoundsRunConfig, device: torch.device
-) -> Callable[[TensorDictBase], list[dict[str, Tensor]]]:
-    """Build the function that writes a batch of transitions and makes the updates that follow it.
+def make_round(update: Update, replay: Any, run: Run) -> Callable[[TensorDictBase | None], None]:
+    """Build the function that ends a round: it writes the new transitions and makes the updates that follow them.
 
     Args:
-        update: makes `config.updates_per_graph` updates. It is compiled if `config.compile` is set.
-        replay: the buffer.
-        config: the configuration of the run.
-        device: device of the buffer.
+        update: makes `updates_per_graph` updates. It is compiled if `compile` is set.
+        replay: the buffer, a TensorDictReplayBuffer or a RemoteReplay.
+        run: the run. It logs the losses, and its steps decide whether learning has started.
 
     Returns:
-        A function of new transitions, [train_interval], that returns the results of `update`.
+        A function of the transitions that :meth:`Run.collect` returned, [train_interval].
     """
+    config = run.config
     num_calls = config.learning.gradient_steps // config.updates_per_graph
-    step: Callable[..., dict[str, Tensor]] = (
-        compile_step(update, cudagraphs=config.cudagraphs) if config.compile else update
-    )
+    step = compile_step(update, cudagraphs=config.cudagraphs) if config.compile else update
     # If a round is one graph, the graph also writes the batch. Exceptions: on a GPU, because batches come from the CPU;
     # and samplers that sort ranks or evaluate events, which they do outside of graphs.
-    writes_in_graph = num_calls == 1 and device.type == "cpu" and getattr(replay.sampler, "writes_in_graphs", True)
+    writes = num_calls == 1 and run.device.type == "cpu" and getattr(replay.sampler, "writes_in_graphs", True)
 
-    def write_and_update(data: TensorDictBase) -> list[dict[str, Tensor]]:
-        if not replay.write_count:
+    def learn(data: TensorDictBase | None) -> None:
+        learns, call = run.env_steps > config.learning.learning_starts, step
+        if data is not None and not replay.write_count:
             # The first write sets up the buffer and must be eager. The graph always gets data, or never.
-            return [update(data if number == 0 else None) for number in range(num_calls)]
-        if writes_in_graph:
-            return [step(data)]
-        replay.extend(data)
-        return [step(None) for _ in range(num_calls)]
+            call = update
+        if data is not None and not (learns and writes and call is step):
+            replay.extend(data)
+            data = None
+        for _ in range(num_calls if learns else 0):
+            run.log_losses(call(data))
 
-    return write_and_update
+    return learn
 
 
 class RMSProp:

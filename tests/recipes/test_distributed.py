@@ -114,7 +114,7 @@ def killing(monkeypatch, victim):
             os.kill(pid, signal.SIGKILL)
         return evaluate(*arguments, **keywords)
 
-    monkeypatch.setattr(distributed, "RemoteCollector", noted)
+    monkeypatch.setattr(remote, "RemoteCollector", noted)
     monkeypatch.setattr(evaluation, "evaluate", kill)
 
 

@@ -81,7 +81,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
 @pytest.mark.parametrize("truncation", ["bootstrap", "terminal"])
 def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     stored = []
-    monkeypatch.setattr(dqn, "make_round", lambda *_: lambda data: stored.append(data.clone()) or [])
+    monkeypatch.setattr(dqn, "make_round", lambda *_: lambda data: stored.append(data.clone()))
     words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
     assert dqn.train(composer.configuration(*words), tmp_path) == DONE
     following = torch.cat(stored)["next"]

@@ -38,9 +38,7 @@ class Collected:
         make = partial(gymnasium.make, "recipes.envs:CartPolePositions-v0", max_episode_steps=13)
         behaviour = RecurrentBehaviour(self.network, make().action_space, NUM_ENVS, seed=1)
         behaviour.epsilon = 0.5
-        collector = VectorCollector(
-            [make] * NUM_ENVS, behaviour, frames_per_batch=steps * NUM_ENVS, seed=1, on_begin=behaviour.begin
-        )
+        collector = VectorCollector([make] * NUM_ENVS, behaviour, frames_per_batch=steps * NUM_ENVS, seed=1)
         self.data = collector.collect().exclude("collector").reshape(steps, NUM_ENVS)
 
     def replay(self, batch_size=16):

@@ -230,7 +230,7 @@ def test_a_study_grows(tmp_path, processes):
     assert study.run_study(configuration(*words, "study.baseline=recency"), tmp_path) == DONE
     assert tables.read_rows(tmp_path / tables.RUNS)[: len(before)] == before
     assert len(processes.started) == 6
-    found = report.read_study(tmp_path).finished()
+    found = report.read_study(tmp_path).runs
     assert set(found) == {"acrobot", "cartpole"}
     assert set(found["cartpole"]) == {"uniform", "per", "rank", "reaper", "recency"}
 
@@ -286,7 +286,7 @@ def test_the_last_line_says_if_neither_reached_the_threshold_or_if_seeds_are_mis
         in report.conclusions(found)
     )
     cells_of(found, ["200 300"] * 5)
-    del found.rows["cartpole"]["reaper"][0]
+    found.runs["cartpole"]["reaper"].pop()
     last = next(line for line in report.conclusions(found) if line.startswith("CartPole: ReaPER"))
     assert last.endswith(": 1.50 [1.50, 1.50] times as many (4 seeds)")
 
@@ -333,7 +333,7 @@ def test_what_was_written_twice_counts_once(finished):
     path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[1:]) + "\n")
     after = report.read_study(finished)
     for env, variant, seed in (("cartpole", "reaper", 0), ("acrobot", "uniform", 4)):
-        first, second = (each.runs[env][variant][seed] for each in (before, after))
+        first, second = (next(run for run in each.runs[env][variant] if run.seed == seed) for each in (before, after))
         np.testing.assert_array_equal(first.steps, second.steps)
 
 
@@ -342,11 +342,11 @@ def cells_of(found, steps):
 
     A number of steps that ends in "+" is of a run that did not reach the threshold.
     """
-    rows = found.rows["cartpole"]
-    for seed, pair in enumerate(steps):
-        for variant, text in zip(("per", "reaper"), pair.split(), strict=True):
-            number = text.removesuffix("+")
-            rows[variant][seed] |= {"reached": number if number == text else "", "env_steps": number}
+    for variant, column in zip(("per", "reaper"), zip(*map(str.split, steps), strict=True), strict=True):
+        for run in found.runs["cartpole"][variant]:
+            text = column[run.seed]
+            number = int(text.removesuffix("+"))
+            run.steps, run.reached = np.array([number]), None if text.endswith("+") else number
     line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
     return [cell.strip() for cell in line.split("|")[3:7]]
 
