@@ -54,6 +54,7 @@ if __name__ == "__main__":
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ def _small(layer: nn.Module) -> nn.Linear:
     return layer
 
 
-def settings_of(acer: ACERConfig) -> dict[str, Any]:
-    """The arguments that both losses have."""
+def settings_of(acer: ACERConfig, *more: str) -> dict[str, Any]:
+    """The arguments that both losses have, and `more`."""
     names = ["gamma", "lmbda", "c", "delta", "trust_region", "entropy_coeff", "critic_coeff", "returns"]
-    return {name: getattr(acer, name) for name in names}
+    return {name: getattr(acer, name) for name in (*names, *more)}
 
 
 def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions: int, device: torch.device) -> ACERLoss:
@@ -134,8 +135,7 @@ def make_discrete_loss(acer: ACERConfig, observed: tuple[int, ...], num_actions:
     else:
         q_network = nn.Sequential(trunk(), q_head)
         critic = TensorDictModule(q_network, in_keys=["observation"], out_keys=["action_value"])
-    settings: dict[str, Any] = {"statistics": acer.statistics, **settings_of(acer)}
-    return ACERLoss(actor, critic, **settings)
+    return ACERLoss(actor, critic, **settings_of(acer, "statistics"))
 
 
 def make_continuous_loss(
@@ -144,10 +144,7 @@ def make_continuous_loss(
     """Networks and loss for continuous actions. The policy has a fixed standard deviation, as in the paper."""
     (num_observed,) = observed
     *inner, width = acer.hidden_sizes
-
-    def mlp(inputs: int, outputs: int) -> MLP:
-        return MLP(inputs, outputs, num_cells=acer.hidden_sizes, activation_class=nn.Tanh, device=device)
-
+    mlp = partial(MLP, num_cells=acer.hidden_sizes, activation_class=nn.Tanh, device=device)
     if acer.shared_layers:
         trunk = make_network(observed, width, inner, activation=nn.Tanh, activate_last=True, device=device)
         head, value = nn.Linear(width, num_actions, device=device), nn.Linear(width, 1, device=device)
@@ -166,14 +163,7 @@ def make_continuous_loss(
     # truncated importance sampling uses V alone
     only_v = acer.returns == "truncated_importance_sampling"
     critic = kind(value, nn.Identity() if only_v else mlp(num_features + num_actions, 1), trunk)
-    return ACERContinuousLoss(
-        actor,
-        critic,
-        num_samples=acer.num_samples,
-        value_coeff=acer.value_coeff,
-        use_q_opc=acer.use_q_opc,
-        **settings_of(acer),
-    )
+    return ACERContinuousLoss(actor, critic, **settings_of(acer, "num_samples", "value_coeff", "use_q_opc"))
 
 
 class CurrentPolicy:

@@ -35,11 +35,13 @@ if __name__ == "__main__":
 
     run_recipe("dqn")
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from gymnasium.spaces import flatdim
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import QValueActor
@@ -48,14 +50,14 @@ from torchrl.objectives.utils import TargetNetUpdater
 
 from recipes.common.cagrad import cagrad_gradients, table_losses
 from recipes.common.collector import EpsilonRandom
-from recipes.common.config import RunConfig
+from recipes.common.config import EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.networks import make_network, on_arrays
-from recipes.common.q_values import TargetValues, room_columns
+from recipes.common.networks import make_network, on_arrays, to_tensor
 from recipes.common.replay import loss_keys
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, DQNConfig, DQNRun
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
+from recipes.envs.rooms import Rooms
 from torchrl_replay_ext import clip_gradients
 
 
@@ -120,6 +122,48 @@ def make_update(
         return stack_updates(results)
 
     return update
+
+
+class TargetValues:
+    """The Q-values of the target network of a loss.
+
+    Args:
+        loss_module: the loss.
+        device: device of its networks.
+    """
+
+    def __init__(self, loss_module: DQNLoss, device: torch.device):
+        self._loss_module, self._device = loss_module, device
+
+    @torch.no_grad()
+    def __call__(self, observations: np.ndarray) -> Tensor:
+        """Q-values [n, num_actions] of observations [n, ...]."""
+        network = self._loss_module.value_network
+        observed = to_tensor(observations, self._device)
+        with self._loss_module.target_value_network_params.to_module(network):
+            return network(TensorDict(observation=observed))["action_value"]
+
+    def of_steps(self, observations: np.ndarray, actions: np.ndarray) -> np.ndarray:
+        """Q-values [n] of observations [n, ...] and integer actions [n]."""
+        return np.take_along_axis(self(observations).cpu().numpy(), actions[:, None], 1)[:, 0]
+
+
+def room_columns(config: EnvConfig, values: TargetValues, gamma: float) -> Callable[[], dict[str, float]]:
+    """A function that returns q_sum and q_error; an empty dict if the optimal Q-values are not available."""
+    if not config.id.startswith("recipes.envs:") or gamma == 1:
+        return dict
+    world = make_discrete_env(config, training=True).unwrapped
+    if not isinstance(world, Rooms):
+        return dict
+    # Leave out the goal states: episodes end there, so their Q-values are never learned.
+    states = (world.dynamics.next_state != np.arange(world.num_states)[:, None]).any(1)
+    observations, optimal = world.observations[states], torch.as_tensor(world.dynamics.optimal_q(gamma)[states])
+
+    def columns() -> dict[str, float]:
+        q = values(observations).cpu()
+        return {"q_sum": q.sum().item(), "q_error": (q - optimal).square().mean().sqrt().item()}
+
+    return columns
 
 
 def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:

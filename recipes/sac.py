@@ -30,6 +30,7 @@ if __name__ == "__main__":
     run_recipe("sac")
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ from recipes.common.networks import on_arrays
 from recipes.common.replay import actor_batches, loss_keys
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, SACConfig, SACRun
-from recipes.common.update import Update, make_round, stack_updates, weight_factor
+from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
 
@@ -70,10 +71,7 @@ def make_loss(
 
     The policy outputs location and scale of a normal distribution; tanh maps its samples to [-1, 1].
     """
-
-    def mlp(inputs: int, outputs: int) -> MLP:
-        return MLP(inputs, outputs, num_cells=sac.hidden_sizes, activation_class=nn.ReLU, device=device)
-
+    mlp = partial(MLP, num_cells=sac.hidden_sizes, activation_class=nn.ReLU, device=device)
     policy = nn.Sequential(mlp(num_observed, 2 * num_actions), NormalParamExtractor())
     actor = make_actor(policy)
     critics = [ValueOperator(mlp(num_observed + num_actions, 1), in_keys=["observation", "action"]) for _ in range(2)]
@@ -88,17 +86,6 @@ def make_loss(
     loss_module.make_value_estimator(gamma=sac.gamma, device=device)
     _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
-
-
-def make_optimizers(sac: SACConfig, loss_module: SACLoss) -> dict[str, torch.optim.Adam]:
-    """The optimizers of the actor, the critics and alpha, by their names in checkpoints."""
-    actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
-    alpha = loss_module.get_parameter("log_alpha")
-    return {
-        "actor_optimizer": torch.optim.Adam(actor.flatten_keys().values(), lr=sac.actor_learning_rate, fused=True),
-        "critic_optimizer": torch.optim.Adam(critics.flatten_keys().values(), lr=sac.critic_learning_rate, fused=True),
-        "alpha_optimizer": torch.optim.Adam([alpha], lr=sac.alpha_learning_rate, fused=True),
-    }
 
 
 def make_update(
@@ -121,7 +108,7 @@ def make_update(
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
-        optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
+        optimizers: see make_optimizers. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor and alpha (DPER). Default: None, the batch of the critics.
     """
     steps = [AdamStep(optimizers[f"{name}_optimizer"]) for name in ("actor", "critic", "alpha")]

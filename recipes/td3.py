@@ -29,6 +29,7 @@ if __name__ == "__main__":
     run_recipe("td3")
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ from recipes.common.networks import on_arrays
 from recipes.common.replay import actor_batches, loss_keys
 from recipes.common.run import Run
 from recipes.common.schemas import THETA, DistributedRun, TD3Config, TD3Run
-from recipes.common.update import Update, make_round, stack_updates, weight_factor
+from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
 from torchrl_replay_ext import AdamStep
 
 
@@ -87,10 +88,7 @@ def make_loss(
     td3: TD3Config, num_observed: int, num_actions: int, device: torch.device
 ) -> tuple[nn.Sequential, TD3Loss]:
     """The policy network, whose actions are in [-1, 1], and the loss, which also holds two critics."""
-
-    def mlp(inputs: int, outputs: int) -> MLP:
-        return MLP(inputs, outputs, num_cells=td3.hidden_sizes, activation_class=nn.ReLU, device=device)
-
+    mlp = partial(MLP, num_cells=td3.hidden_sizes, activation_class=nn.ReLU, device=device)
     policy = nn.Sequential(mlp(num_observed, num_actions), nn.Tanh())
     actor = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
     critics = [ValueOperator(mlp(num_observed + num_actions, 1), in_keys=["observation", "action"]) for _ in range(2)]
@@ -105,15 +103,6 @@ def make_loss(
     loss_module.set_keys(**loss_keys(td3.n_step))
     loss_module.make_value_estimator(gamma=td3.gamma, device=device)
     return policy, loss_module
-
-
-def make_optimizers(td3: TD3Config, loss_module: TD3Loss) -> dict[str, torch.optim.Adam]:
-    """The optimizers of the actor and of the critics, by their names in checkpoints."""
-    actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
-    return {
-        "actor_optimizer": torch.optim.Adam(actor.flatten_keys().values(), lr=td3.actor_learning_rate, fused=True),
-        "critic_optimizer": torch.optim.Adam(critics.flatten_keys().values(), lr=td3.critic_learning_rate, fused=True),
-    }
 
 
 def make_update(
@@ -131,7 +120,7 @@ def make_update(
         replay: the buffer.
         loss_module: the loss.
         target: updates the target networks.
-        optimizers: see :func:`make_optimizers`. If they are restored from a checkpoint, restore them before.
+        optimizers: see make_optimizers. If they are restored from a checkpoint, restore them before.
         actor_batch: draws the batches of the actor (DPER). Default: None, the batch of the preceding update.
     """
     actor_step, critic_step = AdamStep(optimizers["actor_optimizer"]), AdamStep(optimizers["critic_optimizer"])

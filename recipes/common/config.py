@@ -73,24 +73,19 @@ class EventConfig(Checked):
         super().__post_init__()
         self.require("eta", all(0 <= end <= 1 for end in ends("eta", self.eta)), "must be in [0, 1]")
         text = "needs null for the others of above, quantile, novel and function"
-        for name in self._conditions[1:]:
-            self.require(name, len(self._conditions) < 2, text)
+        for name in self.conditions[1:]:
+            self.require(name, False, text)
         self.require("resolution", self.resolution is None or self.novel is not None, "needs novel=1, for example")
 
     @property
-    def _conditions(self) -> list[str]:
-        """The arguments that say when the event occurs."""
+    def conditions(self) -> list[str]:
+        """The arguments that say when the event occurs; if there are none, the environment signals it in its `info`."""
         return [name for name in ("above", "quantile", "novel", "function") if getattr(self, name) is not None]
 
     @property
     def largest_eta(self) -> float:
         """The largest value of eta."""
         return max(ends("eta", self.eta))
-
-    @property
-    def is_flag(self) -> bool:
-        """Whether the environment signals the event in its `info`."""
-        return not self._conditions
 
 
 @dataclass
@@ -150,7 +145,7 @@ class EnvConfig(Checked):
     @property
     def flags(self) -> tuple[str, ...]:
         """The names of the events that the environment must signal in its `info`."""
-        return tuple(name for name, event in self.events.items() if event.is_flag)
+        return tuple(name for name, event in self.events.items() if not event.conditions)
 
     def human_normalized(self, score: float) -> float | None:
         """The score scaled so that random actions score 0 and humans 1; None if these scores are unknown."""
@@ -235,7 +230,6 @@ class RunConfig(Checked):
 
     # not fields: most recipes let the user choose them, see FixedRoundsRunConfig
     updates_per_graph, weights = 1, "normalized"
-    group: ClassVar[str]  # of the recipe's hyperparameters
     samplers: ClassVar[tuple[str, ...]] = (*PLAIN, *EVENT_TABLES)  # the values of sampler.name
 
     env: EnvConfig = MISSING
@@ -254,8 +248,8 @@ class RunConfig(Checked):
 
     @property
     def learning(self) -> Any:
-        """The recipe's hyperparameters, a LearningConfig."""
-        return getattr(self, self.group)
+        """The hyperparameters, a LearningConfig; in recipes.distributed those of its algorithm."""
+        return next(value for value in vars(self).values() if isinstance(value, LearningConfig))
 
     def __post_init__(self) -> None:
         super().__post_init__()

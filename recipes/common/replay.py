@@ -225,16 +225,12 @@ def make_sampler(
     """
     sampler: Any = SAMPLERS[config["name"]]
     with refusals(config["name"]):
-        priority = config.get("priority")
-        episodes: dict[str, Any] = {"num_streams": num_envs, "on_load": on_load}
-        keywords = _keywords(config, num_updates)
-        if sampler is RandomSampler:
-            return sampler(**keywords)
-        if sampler is ext.RecencySampler:
-            return sampler(capacity, **keywords)
+        priority, keywords = config.get("priority"), _keywords(config, num_updates)
+        episodes = {"num_streams": num_envs, "on_load": on_load}
         if sampler is not ext.EventTableSampler:
-            episodes = episodes if sampler is ext.ReaPERSampler else {}
-            return sampler(capacity, td_error=td_error, **episodes, **keywords)
+            known = {"capacity": capacity, "td_error": td_error, **episodes}
+            taken = inspect.signature(sampler).parameters
+            return sampler(**{key: value for key, value in known.items() if key in taken}, **keywords)
         tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
         if priority is not None:
             if not isinstance(priority, dict):

@@ -28,13 +28,12 @@ from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.curves import plot_runs
 from recipes.common.errors import ConfigError, LostProcess, reason
-from recipes.common.evaluation import Evaluation, Policy, Value
+from recipes.common.evaluation import Camera, Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
 from recipes.common.schemas import DistributedRun
 from recipes.common.tables import reaches
-from recipes.common.video import Camera
 
 CURVE = "learning_curve.png"
 

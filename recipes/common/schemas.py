@@ -118,7 +118,6 @@ class DQNConfig(EpsilonGreedyConfig):
 class DQNRun(FixedRoundsRunConfig):
     """The configuration in conf/dqn.yaml."""
 
-    group = "dqn"
     samplers = WITH_LAP
 
     dqn: DQNConfig = MISSING
@@ -158,7 +157,6 @@ class SACConfig(FixedRoundsConfig):
 class SACRun(FixedRoundsRunConfig):
     """The configuration in conf/sac.yaml."""
 
-    group = "sac"
     samplers = (*FixedRoundsRunConfig.samplers, *DECOUPLED)
 
     sac: SACConfig = MISSING
@@ -202,7 +200,6 @@ class TD3Config(FixedRoundsConfig):
 class TD3Run(FixedRoundsRunConfig):
     """The configuration in conf/td3.yaml."""
 
-    group = "td3"
     samplers = (*FixedRoundsRunConfig.samplers, "lap", *DECOUPLED)
 
     td3: TD3Config = MISSING
@@ -293,7 +290,6 @@ class ACERConfig(LearningConfig):
 class ACERRun(RunConfig):
     """The configuration in conf/acer.yaml."""
 
-    group = "acer"
     acer: ACERConfig = MISSING
 
     def __post_init__(self) -> None:
@@ -338,7 +334,6 @@ class R2D2Config(EpsilonGreedyConfig):
 class R2D2Run(FixedRoundsRunConfig):
     """The configuration in conf/r2d2.yaml."""
 
-    group = "r2d2"
     samplers = PLAIN  # event tables need a flat buffer
 
     r2d2: R2D2Config = MISSING
@@ -362,11 +357,6 @@ class DistributedRun(RunConfig):
     num_collectors: int = within(">= 1")
     num_shards: int = within(">= 1")
     prefetch: int = within("[0, 16]")
-
-    @property
-    def learning(self) -> Any:
-        """The algorithm's hyperparameters."""
-        return getattr(self, self.algorithm)
 
     def __post_init__(self) -> None:
         if self.algorithm == "sac" and self.sampler.get("name") == "lap":

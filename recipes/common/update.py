@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.objectives import SACLoss, TD3Loss
 
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.run import Run
@@ -124,6 +125,23 @@ class RMSProp:
 def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSProp:
     """The step of an optimizer as a function of the gradients, which a graph can contain."""
     return optimizer if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
+
+
+def make_optimizers(learning: Any, loss_module: SACLoss | TD3Loss) -> dict[str, torch.optim.Adam]:
+    """The optimizers of the actor, the critics and, in SAC, alpha, by their names in checkpoints.
+
+    Args:
+        learning: the hyperparameters, a SACConfig or a TD3Config.
+        loss_module: the loss.
+    """
+    actor, critics = loss_module.actor_network_params, loss_module.qvalue_network_params
+    parameters = {"actor": actor.flatten_keys().values(), "critic": critics.flatten_keys().values()}
+    if isinstance(loss_module, SACLoss):
+        parameters["alpha"] = [loss_module.get_parameter("log_alpha")]
+    return {
+        f"{name}_optimizer": torch.optim.Adam(values, lr=getattr(learning, f"{name}_learning_rate"), fused=True)
+        for name, values in parameters.items()
+    }
 
 
 def make_optimizer(

@@ -25,8 +25,8 @@ from gymnasium.envs.registration import register
 for _name, _entry_point, _limit, _options in (
     ("ThreeRooms", "rooms:ThreeRooms", 500, {}),
     ("TwoRooms", "rooms:TwoRooms", 500, {}),
-    ("ObstacleCourse", "obstacle_course:ObstacleCourse", 1000, {}),
-    ("RandomizedSkill", "randomized_skill:RandomizedSkill", 200, {}),
+    ("ObstacleCourse", "objects:ObstacleCourse", 1000, {}),
+    ("RandomizedSkill", "objects:RandomizedSkill", 200, {}),
     ("DoorKey", "minigrid_events:make", None, {"world": "DoorKeyEnv"}),
     ("LavaGap", "minigrid_events:make", None, {"world": "LavaGapEnv"}),
     ("DeepSea", "deep_sea:DeepSea", None, {}),

@@ -1,4 +1,4 @@
-"""Base class of ObstacleCourse and RandomizedSkill: objects, observations and actions."""
+"""Obstacle Course and Randomized Skill of the SSET paper (sections 5.3, A.2): worlds with keys, doors, lava, spikes."""
 
 from typing import Any, ClassVar
 
@@ -17,6 +17,8 @@ _PAD = _VIEW - 1
 _SIZE = 3 * _VIEW**2 + 6
 _LARGEST = np.array([grid.DOOR, grid.GREY, grid.LOCKED], dtype=np.float32)
 
+
+SCENARIOS = ("lava", "gap", "door")
 
 # For each θ, the offsets dy and dx, [5, 5], of the cells in view. Row 0 is the farthest, column 0 the leftmost.
 _AHEAD, _ASIDE = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
@@ -176,3 +178,106 @@ class ObjectWorld(gymnasium.Env):
         self._put_wall(x)
         for y, colour in zip(self._rows(len(colours)), colours, strict=True):
             self._put(x, y, grid.DOOR, colour, grid.LOCKED)
+
+
+class ObstacleCourse(ObjectWorld):
+    """A course with spikes, a gap, lava, a second gap, keys and doors on the way to the goal, in this fixed order.
+
+    Each episode draws the rows of lava and gaps, and the rows and colours of keys and doors. The paper gives neither
+    the layout nor the reward of the goal. It gives a start (1, 1) in the top-left corner and a shifted start (1, 4)
+    beside the spikes. Here the grid has 14 x (rows + 2) cells; the outer ones are walls. There are three more walls::
+
+        column   0          4        7          11         13
+                 |  spikes  |  lava  |  2 keys  |  2 doors  |
+
+    Two spikes are in the lowest rows of column 2. Lava fills half of the rows of column 6, rounded down, but not the
+    row of the gap behind it. The keys are in column 9; each opens one of the doors in column 11. The goal is in the
+    bottom-right corner.
+
+    Args:
+        start: free cell (x, y) of the first room where the agent starts, facing right. Default: (1, 1).
+        rows: rows of all rooms, >= 3. Random actions reach the goal in roughly one of 45 episodes with 3 rows, and in
+            one of 350 with 4. Default: 4.
+        step_reward: see `ObjectWorld`. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
+
+    Raises:
+        ValueError: if `rows` is less than 3, or `start` is not a free cell of the first room.
+    """
+
+    width = 14
+    EVENTS = ("at_spike", "at_lava", "at_gap", "pickup_key", "at_door", "done")
+
+    def __init__(
+        self,
+        start: tuple[int, int] = (1, 1),
+        rows: int = 4,
+        step_reward: float = 0.0,
+        render_mode: str | None = None,
+    ):
+        if not isinstance(rows, int) or rows < 3:
+            raise ValueError(f"ObstacleCourse(rows={rows!r}): must be a whole number >= 3")
+        self.height = rows + 2
+        self._spikes = ((2, rows - 1), (2, rows))
+        start = (start[0], start[1])
+        free = [(x, y) for x in range(1, 4) for y in range(1, rows + 1) if (x, y) not in self._spikes]
+        if start not in free:
+            cells = ", ".join(map(str, free))
+            raise ValueError(f"ObstacleCourse(start={start}): must be a free cell of the first room, one of {cells}")
+        super().__init__(start, step_reward, render_mode)
+
+    def _build(self) -> dict[str, Any]:
+        rows = self.height - 2
+        for x, y in self._spikes:
+            self._put(x, y, grid.SPIKE)
+        self._put_gap(4)
+        gap = self._put_gap(7)
+        for y in [y for y in self._rows(rows) if y != gap][: rows // 2]:
+            self._put(6, y, grid.LAVA)
+        colours = self._random_colours(2)
+        # Keys in the columns beside the walls could block gap or doors.
+        for y, colour in zip(self._rows(2), colours, strict=True):
+            self._put(9, y, grid.KEY, colour)
+        self._put_doors(11, colours)
+        self._put(12, rows, grid.GOAL)
+        return {}
+
+
+class RandomizedSkill(ObjectWorld):
+    """Each episode needs one skill: avoid lava, go through a gap, or open the correct one of two doors.
+
+    Each episode draws the scenario, the column of the obstacle (3, 4 or 5), the rows of lava, gap or doors, and the
+    position of the goal behind the obstacle. With doors, it also draws the position and colour of the key, which opens
+    one of the two. ``info["scenario"]`` names the scenario. The paper gives no sizes; this implementation uses 9 x 7
+    cells, and lava in three of the five rows.
+
+    Args:
+        scenario: one of `SCENARIOS` for all episodes; None (default): a random one in each episode.
+        step_reward: see `ObjectWorld`. Default: 0.
+        render_mode: ``"rgb_array"`` or None (default).
+    """
+
+    width, height = 9, 7
+    EVENTS = ("at_lava", "at_gap", "pickup_key", "at_door", "done")
+
+    def __init__(self, scenario: str | None = None, step_reward: float = 0.0, render_mode: str | None = None):
+        grid.check_choice(self, "scenario", scenario, (None, *SCENARIOS))
+        super().__init__(step_reward=step_reward, render_mode=render_mode)
+        self._scenario = scenario
+
+    def _build(self) -> dict[str, Any]:
+        rng = self.np_random
+        scenario = self._scenario or SCENARIOS[rng.integers(3)]
+        column = int(rng.integers(3, 6))
+        if scenario == "lava":
+            for y in self._rows(3):
+                self._put(column, y, grid.LAVA)
+        elif scenario == "gap":
+            self._put_gap(column)
+        else:
+            colours = self._random_colours(2)
+            self._put_doors(column, colours)
+            places = [(x, y) for x in range(1, column) for y in range(1, 6) if (x, y) != self._start]
+            self._put(*places[rng.integers(len(places))], grid.KEY, colours[0])
+        self._put(int(rng.integers(column + 1, 8)), int(rng.integers(1, 6)), grid.GOAL)
+        return {"scenario": scenario}

@@ -24,6 +24,7 @@ With ``--read CSV`` it draws the figure of an earlier run.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from recipes.common.tables import markdown
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
-from recipes.experiments.tabular import experience
+from recipes.experiments.tabular import experience, learn
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.functional import reliability
 
@@ -143,16 +144,10 @@ def run(dataset: Dataset, sampler: str, noise: float, seed: int) -> Iterator[tup
         q = noise * np.random.default_rng(seed).standard_normal(dataset.truth.shape)
         values, buffer, density = q.tolist(), dataset.buffer(sampler), np.ones(len(dataset.state))
         drawn_by: Any = buffer.sampler
-        tables = [table[dataset.state, dataset.action].tolist() for table in dataset.dynamics]
-        transitions = [*zip(dataset.state.tolist(), dataset.action.tolist(), *tables, strict=True)]
         for update in range(1, dataset.updates + 1):
-            batch, errors = buffer.sample(), []
-            for row in batch["row"].tolist():
-                state, action, after, reward, terminal = transitions[row]
-                target = reward if terminal else reward + DISCOUNT * max(values[after])
-                error = target - values[state][action]
-                values[state][action] += LEARNING_RATE * error
-                errors.append(abs(error))
+            batch = buffer.sample()
+            taken = dataset.state[batch["row"]], dataset.action[batch["row"]]
+            errors = learn(values, dataset.dynamics, *taken, repeat(LEARNING_RATE), DISCOUNT)
             if sampler != "uniform":
                 batch["td_error"] = torch.tensor(errors)
                 buffer.update_tensordict_priority(batch)
@@ -173,15 +168,20 @@ def compare(dataset: Dataset, sampler: str, noise: float, seeds: int) -> Iterato
             yield {"seed": seed, "updates": updates, **found, "R and variance": variance}
 
 
+def runs_of(rows: list[dict]) -> dict[tuple, dict[str, np.ndarray]]:
+    """The measurements [n] of each run by name, by world, noise, sampler, dataset and seed."""
+    found: dict[tuple, list[dict]] = defaultdict(list)
+    for row in rows:
+        found[row["world"], row["noise"], row["sampler"], row["dataset"], row["seed"]].append(row)
+    names = ("updates", *MEASURED)
+    return {run: {name: np.array([float(row[name]) for row in of]) for name in names} for run, of in found.items()}
+
+
 def means_of(rows: list[dict]) -> dict[tuple, np.ndarray]:
     """The means over the training, [runs, MEASURED], by world, noise and sampler."""
-    of_run: dict[tuple, list[list[float]]] = defaultdict(list)
-    for row in rows:
-        run_of = (row["world"], row["noise"], row["sampler"], row["dataset"], row["seed"])
-        of_run[run_of].append([float(row[name]) for name in MEASURED])
     groups: dict[tuple, list[np.ndarray]] = defaultdict(list)
-    for (*group, _, _), values in sorted(of_run.items()):
-        groups[tuple(group)].append(np.nanmean(values, 0))
+    for (*group, _, _), values in sorted(runs_of(rows).items(), key=lambda item: item[0]):
+        groups[tuple(group)].append(np.nanmean([values[name] for name in MEASURED], 1))
     return {group: np.array(values) for group, values in groups.items()}
 
 
@@ -200,16 +200,11 @@ def format_table(rows: list[dict]) -> str:
 
 def plot(rows: list[dict]) -> Figure:
     """Draw the error, and the correlation of reliability and bias, over the updates."""
-    runs: dict[tuple, list[dict]] = defaultdict(list)
-    for row in rows:
-        runs[row["world"], row["noise"], row["sampler"], row["dataset"], row["seed"]].append(row)
-    columns, curves = ["error", "R and bias"], []
-    for (world, noise, sampler, dataset, seed), measured in runs.items():
-        values = {name: np.array([float(row[name]) for row in measured]) for name in columns}
-        steps = np.array([row["updates"] for row in measured])
+    curves = []
+    for (world, noise, sampler, dataset, seed), values in runs_of(rows).items():
         title = f"{env_label(world)}, noise {noise:g}"
-        curves.append(Curve(title, sampler, 1000 * dataset + seed, None, steps, values, "error"))
-    figure = draw_runs(curves, columns)
+        curves.append(Curve(title, sampler, 1000 * dataset + seed, None, values["updates"], values, "error"))
+    figure = draw_runs(curves, ["error", "R and bias"])
     for axes in figure.axes:
         axes.set_xlabel(f"updates with {BATCH_SIZE} transitions")
     return figure

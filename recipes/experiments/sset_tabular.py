@@ -41,7 +41,7 @@ from recipes.common.curves import Curve, draw_runs
 from recipes.common.tables import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
-from recipes.experiments.tabular import experience
+from recipes.experiments.tabular import experience, learn
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,
@@ -115,20 +115,6 @@ def make_buffer(method: str) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(storage=storage, writer=writer, sampler=sampler, batch_size=BATCH_SIZE)
 
 
-def learn(q: list[list[float]], batch: TensorDict) -> list[float]:
-    """Replay a batch row by row and return the TD errors."""
-    columns = (batch["state"], batch["action"], batch["next", "reward"], batch["next", "state"])
-    going_on = (~batch["next", "terminated"]).tolist()
-    weights = batch["priority_weight"].tolist() if "priority_weight" in batch else [1.0] * len(going_on)
-    errors = []
-    rows = zip(*(column.tolist() for column in columns), going_on, weights, strict=True)
-    for state, action, reward, after, goes_on, weight in rows:
-        error = reward + DISCOUNT * goes_on * max(q[after]) - q[state][action]
-        q[state][action] += LEARNING_RATE * weight * error
-        errors.append(abs(error))
-    return errors
-
-
 def run(method: str, seed: int) -> list[float]:
     """Run a method; return the error of Q after every CHECK_INTERVAL steps."""
     world = make_world()
@@ -144,7 +130,9 @@ def run(method: str, seed: int) -> list[float]:
             buffer.extend(rows.clone())
             if step >= START:
                 batch = buffer.sample()
-                errors = learn(q, batch)
+                taken = batch["state"].numpy(), batch["action"].numpy()
+                weights = batch.get("priority_weight", torch.ones(BATCH_SIZE)).tolist()
+                errors = learn(q, world.dynamics, *taken, [LEARNING_RATE * each for each in weights], DISCOUNT)
                 if METHODS[method][1] is not None:
                     batch["td_error"] = torch.tensor(errors)
                     buffer.update_tensordict_priority(batch)

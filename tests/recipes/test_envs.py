@@ -12,9 +12,7 @@ from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.envs.grid import DOOR, DROP, FORWARD, KEY, LAVA, LEFT, LOCKED, OPEN, PICKUP, RIGHT, SPIKE, TOGGLE
 from recipes.envs.minigrid_events import MiniGridEvents
-from recipes.envs.objects import ObjectWorld
-from recipes.envs.obstacle_course import ObstacleCourse
-from recipes.envs.randomized_skill import RandomizedSkill
+from recipes.envs.objects import ObjectWorld, ObstacleCourse, RandomizedSkill
 from recipes.envs.rooms import SHAPING, ThreeRooms, TwoRooms
 
 GRIDS = {"ThreeRooms": 500, "TwoRooms": 500, "ObstacleCourse": 1000, "RandomizedSkill": 200}  # with their time limits

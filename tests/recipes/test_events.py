@@ -16,7 +16,6 @@ from recipes.common.cli import DONE
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
-from recipes.common.q_values import TargetValues, room_columns
 from recipes.common.remote import FlagReader
 from recipes.common.replay import land_between_flags, land_near_middle, make_replay
 from tests.recipes.countdown import Countdown
@@ -149,7 +148,7 @@ def test_q_columns_are_those_of_the_target_network():
     actor = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], action_space="categorical")
     loss_module = DQNLoss(actor, delay_value=True, action_space="categorical")
     SoftUpdate(loss_module, tau=0.5)
-    columns = room_columns(config, TargetValues(loss_module, torch.device("cpu")), 0.9)
+    columns = dqn.room_columns(config, dqn.TargetValues(loss_module, torch.device("cpu")), 0.9)
     world = make_discrete_env(config).unwrapped
     q = actor(observation=torch.from_numpy(world.observations[:-4]))[1].detach().numpy()
     for parameter in loss_module.parameters():
@@ -158,7 +157,7 @@ def test_q_columns_are_those_of_the_target_network():
     assert values["q_sum"] == pytest.approx(q.sum(), rel=1e-5)
     error = q - world.dynamics.optimal_q(0.9)[:-4]
     assert values["q_error"] == pytest.approx(np.sqrt((error**2).mean()), rel=1e-5)
-    assert room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
+    assert dqn.room_columns(EnvConfig("cartpole", "CartPole-v1", None), None, 0.9)() == {}
 
 
 def test_events_that_adapt_need_nothing_from_the_environment(tmp_path):

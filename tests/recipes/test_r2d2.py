@@ -11,7 +11,6 @@ from torchrl.data import Sequence
 
 from recipes import r2d2
 from recipes.common.collector import VectorCollector
-from recipes.common.recurrent import RecurrentBehaviour, RecurrentNetwork
 from recipes.common.replay import end_last_episodes, make_replay
 from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import (
@@ -32,11 +31,11 @@ class Collected:
 
     def __init__(self, steps=60):
         torch.manual_seed(0)
-        self.network = RecurrentNetwork(2, 2, 8, [8], CPU)
+        self.network = r2d2.RecurrentNetwork(2, 2, 8, [8], CPU)
         for weight in self.network.parameters():
             torch.nn.init.normal_(weight, std=0.5)
         make = partial(gymnasium.make, "recipes.envs:CartPolePositions-v0", max_episode_steps=13)
-        behaviour = RecurrentBehaviour(self.network, make().action_space, NUM_ENVS, seed=1)
+        behaviour = r2d2.RecurrentBehaviour(self.network, make().action_space, NUM_ENVS, seed=1)
         behaviour.epsilon = 0.5
         collector = VectorCollector([make] * NUM_ENVS, behaviour, frames_per_batch=steps * NUM_ENVS, seed=1)
         self.data = collector.collect().exclude("collector").reshape(steps, NUM_ENVS)

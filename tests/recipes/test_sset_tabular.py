@@ -1,3 +1,5 @@
+from itertools import repeat
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,8 @@ def test_learning_makes_the_update_of_q_learning():
             target += 0.99 * expected[int(row["next", "state"])].max()
         expected[state, action] += 0.2 * (target - expected[state, action])
     learned = q.tolist()
-    errors = sset_tabular.learn(learned, stream)
+    taken = stream["state"].numpy(), stream["action"].numpy()
+    errors = sset_tabular.learn(learned, world.dynamics, *taken, repeat(0.2), 0.99)
     np.testing.assert_allclose(learned, expected)
     assert len(errors) == 50
 

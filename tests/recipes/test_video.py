@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from recipes import dqn
-from recipes.common import progress, video
+from recipes.common import evaluation, progress
 from recipes.common.cli import DONE
 from recipes.common.errors import ConfigError
 from tests.recipes.runs import Composer, rows, tiny
@@ -43,10 +43,10 @@ def test_videos_change_nothing_else(tmp_path, backend):
         assert dqn.train(composer.configuration("dqn.evaluation_epsilon=0.1", *words), run_dir) == DONE
         tables.append([{k: v for k, v in row.items() if k not in ("wall_time", "cpu_time")} for row in rows(run_dir)])
     assert tables[0] == tables[1]
-    assert not (tmp_path / "0" / video.VIDEOS).exists()
-    assert sorted(os.listdir(tmp_path / "1" / video.VIDEOS)) == ["step_32.gif", "step_64.gif"]
-    with Image.open(tmp_path / "1" / video.VIDEOS / "step_64.gif") as image:
-        assert image.size == (video.WIDTH, 160) and image.n_frames > 2
+    assert not (tmp_path / "0" / evaluation.VIDEOS).exists()
+    assert sorted(os.listdir(tmp_path / "1" / evaluation.VIDEOS)) == ["step_32.gif", "step_64.gif"]
+    with Image.open(tmp_path / "1" / evaluation.VIDEOS / "step_64.gif") as image:
+        assert image.size == (evaluation.WIDTH, 160) and image.n_frames > 2
         # CartPole has 50 steps in a second, every second one is shown; what does not change is one frame
         assert image.info["duration"] % 40 == 0
     assert [(name, step) for name, _, step in backend.histograms] == [("sampler/probability", s) for s in (32, 64)]
@@ -59,7 +59,7 @@ def test_what_cannot_be_rendered_is_a_config_error(tmp_path, monkeypatch):
     def fails(_config):
         raise RuntimeError("no display")
 
-    monkeypatch.setattr(video, "make_env", fails)
+    monkeypatch.setattr(evaluation, "make_env", fails)
     with pytest.raises(ConfigError, match="video=true: CartPole-v1 cannot be rendered here: no display"):
         dqn.train(composer.configuration("video=true"), tmp_path)
     assert not any(tmp_path.iterdir())
@@ -69,6 +69,6 @@ def test_a_full_disk_costs_a_video_only(tmp_path, monkeypatch, capsys):
     def fails(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(video.Camera, "record", fails)
+    monkeypatch.setattr(evaluation.Camera, "record", fails)
     assert dqn.train(composer.configuration("video=true"), tmp_path) == DONE
     assert "no video of step 32" in capsys.readouterr().err

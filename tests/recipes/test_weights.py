@@ -13,7 +13,6 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import SoftUpdate
 
 from recipes import dqn, r2d2, sac, td3
-from recipes.common.recurrent import RecurrentNetwork
 from tests.data import learnable
 from tests.recipes.runs import Replay, composed
 
@@ -62,7 +61,7 @@ class R2D2(DQN):
         torch.manual_seed(0)
         words = "r2d2.burn_in=1", "r2d2.sequence_length=3", "r2d2.max_grad_norm=null", f"weights={weights}"
         config = composed("r2d2", *words)
-        network = RecurrentNetwork(3, 2, 8, [8], CPU)
+        network = r2d2.RecurrentNetwork(3, 2, 8, [8], CPU)
         target = deepcopy(network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
         batch = learnable(8, observation=3, done=0.0).reshape(2, 4)
