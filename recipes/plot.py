@@ -36,9 +36,9 @@ from recipes.common.cli import BAD_CONFIG
 from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table
 from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
+from recipes.common.files import PROGRESS, markdown, steps_to_reach
 from recipes.common.intervals import median_with_bound
 from recipes.common.report import report, study_directory
-from recipes.common.tables import PROGRESS, markdown, steps_to_reach
 
 IN_A_ROW = 3
 

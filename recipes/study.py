@@ -55,13 +55,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from recipes.common import tables
+from recipes.common import files
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.errors import ConfigError, reason
-from recipes.common.files import CHECKPOINT, CONFIG, code_version, load_config, locked
 from recipes.common.report import report
 from recipes.common.schemas import StudyConfig, StudyRun
-from recipes.common.tables import CURVES, KEYS, PROGRESS, RUNS, STUDY
 
 Row = dict[str, Any]
 # settings of a study that decide how its runs are judged, and which columns are kept
@@ -80,7 +78,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The values of the columns KEYS, which identify the run."""
+        """The values of the columns files.KEYS, which identify the run."""
         return self.recipe, self.env, self.variant, str(self.seed)
 
     @property
@@ -122,11 +120,11 @@ class Pool:
             return None
         run_dir = self.directory(job)
         words = [*job.command, override("hydra.run.dir", run_dir)]
-        if (run_dir / CHECKPOINT).is_file() and (run_dir / CONFIG).is_file():
+        if (run_dir / files.CHECKPOINT).is_file() and (run_dir / files.CONFIG).is_file():
             words = [*job.command[:2], override("resume", run_dir)]
         elif run_dir.exists():
             try:
-                with locked(run_dir):
+                with files.locked(run_dir):
                     shutil.rmtree(run_dir)
             except ConfigError as error:
                 # a run that a killed study has left behind
@@ -156,12 +154,12 @@ class Pool:
 
     def results(self, job: Job) -> tuple[Row, list[Row]]:
         """The row of a finished run in runs.csv, and its rows in curves.csv."""
-        study, evaluations = self._study, tables.read_csv(self.directory(job) / PROGRESS)
+        study, evaluations = self._study, files.read_csv(self.directory(job) / files.PROGRESS)
         for name, columns in (("column", [study.column]), ("also", study.also)):
             if missing := ", ".join(column for column in columns if column not in evaluations[0]):
-                text = f"{PROGRESS} has no column {missing}, only {', '.join(evaluations[0])}"
+                text = f"{files.PROGRESS} has no column {missing}, only {', '.join(evaluations[0])}"
                 raise ConfigError(f"study.{name}: {text}")
-        key = dict(zip(KEYS, job.key, strict=True))
+        key = dict(zip(files.KEYS, job.key, strict=True))
         curve = [
             {**key, "env_steps": row["env_steps"], "cpu_time": round(float(row["cpu_time"]), 1)}
             | {column: row[column] for column in (study.column, *study.also)}
@@ -169,12 +167,12 @@ class Pool:
         ]
         steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
-        config, last = load_config(self.directory(job) / CONFIG), evaluations[-1]
+        config, last = files.load_config(self.directory(job) / files.CONFIG), evaluations[-1]
         threshold = config.env.reward_threshold if study.least is None else study.least
-        stopped = tables.was_stopped(config, evaluations)
+        stopped = files.was_stopped(config, evaluations)
         reached = None
         if threshold is not None:
-            reached = tables.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
+            reached = files.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
         of_run = key | {
             "env_steps": steps[-1],
             "updates": last["updates"],
@@ -200,11 +198,11 @@ class Pool:
 
 def load_completed_runs(out: Path) -> set[tuple[str, ...]]:
     """The keys of the runs in runs.csv. Removes curves without a row, left by a killed study."""
-    done = {tuple(row[name] for name in KEYS) for row in tables.read_rows(out / RUNS)}
-    curves = tables.read_rows(out / CURVES)
-    whole = [row for row in curves if tuple(row[name] for name in KEYS) in done]
+    done = {tuple(row[name] for name in files.KEYS) for row in files.read_rows(out / files.RUNS)}
+    curves = files.read_rows(out / files.CURVES)
+    whole = [row for row in curves if tuple(row[name] for name in files.KEYS) in done]
     if len(whole) < len(curves):
-        tables.rewrite(out / CURVES, whole)
+        files.rewrite(out / files.CURVES, whole)
     return done
 
 
@@ -238,13 +236,13 @@ def run_study(config: StudyRun, out: Path) -> int:
     Returns:
         The exit code: 0; 1 if runs failed; 130 if the study was interrupted.
     """
-    with locked(out):
+    with files.locked(out):
         study, done = config.study, load_completed_runs(out)
-        if (out / STUDY).is_file() and not continues(load_config(out / STUDY), study, bool(done)):
+        if (out / files.STUDY).is_file() and not continues(files.load_config(out / files.STUDY), study, bool(done)):
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
-        OmegaConf.save(OmegaConf.structured(study), out / STUDY)
+        OmegaConf.save(OmegaConf.structured(study), out / files.STUDY)
         jobs = jobs_of(study, config.seeds)
-        pool, failed = Pool(out, study, code_version()), 0
+        pool, failed = Pool(out, study, files.code_version()), 0
         missing = [job for job in jobs if job.key not in done]
         bar = tqdm(total=len(jobs), initial=len(jobs) - len(missing), desc=study.name, unit="run")
         with interruption(pool.stop), bar, ThreadPoolExecutor(config.workers or available_cores()) as threads:
@@ -255,8 +253,8 @@ def run_study(config: StudyRun, out: Path) -> int:
                     if results is not None:
                         row, curve = results
                         # the curve first, so that a run with a row is complete
-                        tables.append_rows(out / CURVES, curve)
-                        tables.append_rows(out / RUNS, [row])
+                        files.append_rows(out / files.CURVES, curve)
+                        files.append_rows(out / files.RUNS, [row])
                         bar.update()
                     elif not pool.stopped:
                         failed += 1
@@ -274,7 +272,7 @@ def run_study(config: StudyRun, out: Path) -> int:
 
 def show(out: Path) -> None:
     """Write table and figure of the runs that have finished, if any, and print the table and its conclusions."""
-    if not (out / RUNS).is_file():
+    if not (out / files.RUNS).is_file():
         return
     try:
         print(report(out))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from recipes.common.files import code_version
-from recipes.common.tables import markdown, rewrite
+from recipes.common.files import code_version, markdown, rewrite
 
 LIBRARIES = ("torch", "torchrl", "tensordict", "numba", "numpy", "gymnasium", "cpprb", "stable_baselines3")
 UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only"

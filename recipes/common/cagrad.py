@@ -22,37 +22,24 @@ from torch import Tensor
 _RIDGE = 1e-12
 
 
-def losses_by_table(rows: Tensor, weights: Tensor, tables: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
-    """The weighted mean loss of each table's rows. The weighted mean of these losses is the loss of all rows.
-
-    Args:
-        rows: loss of each row times its weight, [B].
-        weights: weights of the rows, [B].
-        tables: table number of each row, int64 [B].
-        num_tables: K, number of tables.
-
-    Returns:
-        Losses [K], differentiable, 0 for a table without rows; and the sum of each table's weights [K], detached.
-    """
-    member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
-    total = member @ weights.to(rows.dtype)
-    return (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
-
-
 def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of a batch from event tables, and the loss of each table's rows.
+    """The loss of a batch from event tables, and the weighted mean loss of each table's rows.
+
+    The weighted mean of the losses of the tables is the loss of the batch.
 
     Args:
         rows: loss of each row times its weight, [B]: the result of a loss with reduction="none".
-        batch: the batch, [B].
+        batch: the batch, [B], with "priority_weight" and "table", the number of each row's table.
         num_tables: K, number of tables including the default table.
 
     Returns:
-        The loss of the batch, []; the mean loss of each table's rows [K]; the weight of each table in the loss of the
-        batch [K].
+        The loss of the batch, []; the losses of the tables [K], differentiable, 0 for a table without rows; the sum of
+        each table's weights [K], detached.
     """
-    weights = batch["priority_weight"]
-    return rows.sum() / weights.sum(), *losses_by_table(rows, weights, batch["table"], num_tables)
+    weights, tables = batch["priority_weight"].to(rows.dtype), batch["table"]
+    member = (tables == torch.arange(num_tables, device=tables.device)[:, None]).to(rows.dtype)
+    total = member @ weights
+    return rows.sum() / weights.sum(), (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
 
 
 def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float | Tensor) -> list[Tensor]:

@@ -14,9 +14,8 @@ from omegaconf import MISSING, OmegaConf
 
 from recipes.common import figures
 from recipes.common.errors import ConfigError
-from recipes.common.files import CONFIG, load_config
+from recipes.common.files import CONFIG, PROGRESS, load_config, read_csv, was_stopped
 from recipes.common.intervals import bootstrap_interval, interquartile_mean
-from recipes.common.tables import PROGRESS, read_csv, was_stopped
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)

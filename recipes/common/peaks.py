@@ -17,7 +17,7 @@ from recipes.common import figures
 from recipes.common.atari_presets import GAMES
 from recipes.common.curves import Curve, curve_entries
 from recipes.common.errors import ConfigError
-from recipes.common.tables import markdown
+from recipes.common.files import markdown
 
 # The runs of each game and variant.
 Runs = Mapping[str, Mapping[str, Sequence[Curve]]]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from recipes.common.config import LoggerConfig
 from recipes.common.errors import ConfigError, reason
-from recipes.common.tables import PROGRESS, append_rows, read_csv, rewrite
+from recipes.common.files import PROGRESS, append_rows, read_csv, rewrite
 
 
 class Progress:

@@ -19,10 +19,9 @@ from recipes.common import figures, intervals
 from recipes.common.cli import parse_config
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
-from recipes.common.files import load_config
+from recipes.common.files import CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows
 from recipes.common.peaks import Peaks
 from recipes.common.schemas import StudyConfig
-from recipes.common.tables import CURVES, RUNS, STUDY, markdown, reaches, read_rows
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves

@@ -29,11 +29,10 @@ from recipes.common.config import RunConfig
 from recipes.common.curves import plot_runs
 from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Camera, Evaluation, Policy, Value
-from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked
+from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
 from recipes.common.schemas import DistributedRun
-from recipes.common.tables import reaches
 
 CURVE = "learning_curve.png"
 

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 from recipes.common import figures
 from recipes.common.errors import ConfigError, reason
+from recipes.common.files import RUNS, markdown, read_csv
 from recipes.common.intervals import correlation
-from recipes.common.tables import RUNS, markdown, read_csv
 
 BEST = 5
 SEARCHED = {"acer.learning_rate": "learning rate", "acer.delta": "δ"}

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from recipes.common.checked import positive
 from recipes.common.figures import explain, label, looks, panel_grid, sample_line, styled
-from recipes.common.tables import markdown
+from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
 

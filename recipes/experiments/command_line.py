@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from recipes.common.errors import ConfigError, reason
 from recipes.common.figures import files_of, save
-from recipes.common.tables import append_rows, read_csv
+from recipes.common.files import append_rows, read_csv
 
 Row = dict[str, Any]
 

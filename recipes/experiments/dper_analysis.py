@@ -44,11 +44,10 @@ from recipes.common.cli import parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, looks, panel_grid, sample_line, styled
-from recipes.common.files import CHECKPOINT, CONFIG, load_config
+from recipes.common.files import CHECKPOINT, CONFIG, load_config, markdown
 from recipes.common.intervals import bootstrap_interval, ratio_of_means
 from recipes.common.replay import make_replay
 from recipes.common.schemas import TD3Run
-from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser, Row
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl

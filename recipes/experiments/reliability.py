@@ -38,8 +38,8 @@ from tqdm import tqdm
 from recipes.common.checked import positive
 from recipes.common.curves import Curve, draw_runs
 from recipes.common.figures import env_label
+from recipes.common.files import markdown
 from recipes.common.intervals import bootstrap_interval, correlation, ratio_of_means
-from recipes.common.tables import markdown
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser

@@ -31,8 +31,8 @@ from tensordict import TensorDict
 
 from recipes.benchmark.buffers import Stream
 from recipes.common.checked import positive
+from recipes.common.files import markdown
 from recipes.common.remote import runtime
-from recipes.common.tables import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext import CompilableTensorStorage, ProportionalSampler, ShardedReplayBuffer
 

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from recipes.common.checked import positive
 from recipes.common.curves import Curve, draw_runs
-from recipes.common.tables import markdown
+from recipes.common.files import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from recipes.experiments.tabular import experience, learn

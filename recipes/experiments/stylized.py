@@ -31,7 +31,7 @@ from torch import Tensor
 from recipes.common.checked import positive
 from recipes.common.curves import BAND, curve_entries
 from recipes.common.figures import explain, looks, panel_grid, styled
-from recipes.common.tables import markdown
+from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
 from torchrl_replay_ext.functional import reliability
 

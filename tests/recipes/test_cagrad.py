@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from recipes.common.cagrad import cagrad_gradients, losses_by_table
+from recipes.common.cagrad import cagrad_gradients, table_losses
 
 COEFFICIENTS = (0.1, 0.5, 0.95)
 
@@ -98,7 +98,9 @@ def test_gradients_of_tables_are_those_of_one_backward_pass_per_table(compiled):
     tables = torch.tensor([0, 1, 3]).repeat(10)  # none in table 2
 
     def by_table():
-        return losses_by_table(network(rows).square()[:, 0] * weights, weights, tables, 4)
+        return table_losses(network(rows).square()[:, 0] * weights, {"priority_weight": weights, "table": tables}, 4)[
+            1:
+        ]
 
     def update():
         return cagrad_gradients(*by_table(), parameters, 0.5)

@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from recipes import sac, td3
 from recipes.common.cli import DONE
-from recipes.common.tables import read_csv
+from recipes.common.files import read_csv
 from recipes.experiments import dper_analysis
 from tests.recipes.runs import ROOT, composed, tiny
 from torchrl_replay_ext import DecoupledSampler

@@ -11,10 +11,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from recipes import dqn
 from recipes.common import run as training
 from recipes.common.cli import DONE, INTERRUPTED
-from recipes.common.collector import VectorCollector
+from recipes.common.collector import ReplayableEnv, VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.replay import end_last_episodes
-from recipes.common.replayable_env import ReplayableEnv
 from tests import data
 from tests.recipes.runs import (
     Composer,

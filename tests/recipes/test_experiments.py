@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.common.tables import append_rows, read_csv
+from recipes.common.files import append_rows, read_csv
 from recipes.experiments import acer_search, cliffwalk, dper_analysis, reliability, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 

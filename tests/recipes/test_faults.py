@@ -18,8 +18,8 @@ from recipes.common import run as training
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.config import LoggerConfig
 from recipes.common.errors import ConfigError
+from recipes.common.files import read_csv
 from recipes.common.progress import Progress
-from recipes.common.tables import read_csv
 from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
 
 composer = Composer("dqn", [*tiny("dqn"), "sampler=per"])

@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from recipes.common.atari_presets import AtariConfig
 from recipes.common.cli import parse_config
+from recipes.common.collector import ReplayableEnv
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
-from recipes.common.replayable_env import ReplayableEnv
 from recipes.envs.atari import make_atari
 from tests.recipes.runs import PRESETS, ROOT, needs
 

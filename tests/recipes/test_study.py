@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes import plot, study
-from recipes.common import report, tables
+from recipes.common import files, report
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
@@ -94,7 +94,7 @@ def test_studies_can_be_run_and_are_the_published_ones(name):
         assert config.study.peaks or config.study.least is not None or job_config.env.reward_threshold is not None
     if name in NOT_RUN:
         return
-    published = OmegaConf.load(RESULTS / name / tables.STUDY)
+    published = OmegaConf.load(RESULTS / name / files.STUDY)
     assert {"also": [], "peaks": False, **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
 
 
@@ -103,13 +103,13 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert study.run_study(configuration(*words, "seeds=1"), tmp_path) == DONE
     assert len(processes.started) == 4
     # one is there to the end but for its row, one has just begun
-    rows = tables.read_rows(tmp_path / tables.RUNS)
+    rows = files.read_rows(tmp_path / files.RUNS)
     (tmp_path / "runs/cartpole/per/seed1").mkdir(parents=True)
     half = tmp_path / "runs/cartpole/reaper/seed1"
     processes(
         [sys.executable, "", "", "sampler=reaper", "seed=1", "env=cartpole", f"hydra.run.dir={half}"], stdout=None
     )
-    (half / study.CHECKPOINT).touch()
+    (half / files.CHECKPOINT).touch()
     processes.started.clear()
     assert study.run_study(configuration(*words, "seeds=2"), tmp_path) == study.FAILED
     assert sorted(command[-1].split("/")[-2] for command in processes.started) == ["per", "rank", "reaper", "uniform"]
@@ -117,13 +117,13 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     errors = capsys.readouterr().err
     assert "failed: python -m recipes.dqn env=cartpole compile=true sampler=rank seed=1 (see" in errors
     assert (tmp_path / "runs/cartpole/rank/seed1.log").read_text() == "no such thing\n"
-    assert tables.read_rows(tmp_path / tables.RUNS)[:4] == rows
-    found = {(row["variant"], row["seed"]): row for row in tables.read_rows(tmp_path / tables.RUNS)}
+    assert files.read_rows(tmp_path / files.RUNS)[:4] == rows
+    found = {(row["variant"], row["seed"]): row for row in files.read_rows(tmp_path / files.RUNS)}
     assert len(found) == 7
     row = found["reaper", "1"]
     assert (row["env_steps"], row["reached"], row["last"]) == ("200", "200", "480.0")
     assert (row["wall_time"], row["cpu_time"]) == ("1.2", "0.8")
-    curve = [row for row in tables.read_rows(tmp_path / tables.CURVES) if row["seed"] == "1"]
+    curve = [row for row in files.read_rows(tmp_path / files.CURVES) if row["seed"] == "1"]
     assert {row["cpu_time"] for row in curve} == {"0.8"}
     assert row["command"] == "python -m recipes.dqn env=cartpole compile=true sampler=reaper seed=1"
     assert found["uniform", "0"]["reached"] == ""
@@ -134,18 +134,18 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
 
 
 def test_rows_with_new_columns_extend_those_of_an_earlier_version(tmp_path):
-    tables.append_rows(tmp_path / "runs.csv", [{"seed": 0}])
-    tables.append_rows(tmp_path / "runs.csv", [{"seed": 1, "cpu_time": 2}])
-    found = tables.read_csv(tmp_path / "runs.csv")
+    files.append_rows(tmp_path / "runs.csv", [{"seed": 0}])
+    files.append_rows(tmp_path / "runs.csv", [{"seed": 1, "cpu_time": 2}])
+    found = files.read_csv(tmp_path / "runs.csv")
     assert found == [{"seed": "0", "cpu_time": "nan"}, {"seed": "1", "cpu_time": "2"}]
 
 
 def test_curves_keep_further_columns(tmp_path, processes):
     words = ["study.envs=[cartpole]", "seeds=1", "+study.also=[updates,wall_time]"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
-    curve = tables.read_rows(tmp_path / tables.CURVES)
+    curve = files.read_rows(tmp_path / files.CURVES)
     assert {(row["updates"], row["wall_time"]) for row in curve} == {("7", "1.25")}
-    runs = plot.read_table(tmp_path / tables.CURVES, ["return_mean", "updates"], ["variant"])
+    runs = plot.read_table(tmp_path / files.CURVES, ["return_mean", "updates"], ["variant"])
     assert {run.group for run in runs} == {"uniform", "per", "rank", "reaper"}
     assert {value for run in runs for value in run.values["updates"]} == {7.0}
 
@@ -155,7 +155,7 @@ def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes):
     words = ["study.envs=[cartpole]", "seeds=5", "workers=1", "study.column=return_min"]
     with pytest.raises(ConfigError, match=r"progress.csv has no column return_min, only env_steps, "):
         study.run_study(configuration(*words), tmp_path)
-    assert len(processes.started) == 1 and not tables.read_rows(tmp_path / tables.RUNS)
+    assert len(processes.started) == 1 and not files.read_rows(tmp_path / files.RUNS)
     # the mended command goes on
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
 
@@ -165,13 +165,13 @@ def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
     words = ["study.envs=[cartpole]", "seeds=1", "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
-    before = [tables.read_rows(tmp_path / name) for name in (tables.RUNS, tables.CURVES)]
-    path = tmp_path / tables.RUNS
+    before = [files.read_rows(tmp_path / name) for name in (files.RUNS, files.CURVES)]
+    path = tmp_path / files.RUNS
     os.truncate(path, path.stat().st_size - lost)
     processes.started.clear()
     assert study.run_study(configuration(*words), tmp_path) == DONE
     assert len(processes.started) == 1
-    assert [tables.read_rows(tmp_path / name) for name in (tables.RUNS, tables.CURVES)] == before
+    assert [files.read_rows(tmp_path / name) for name in (files.RUNS, files.CURVES)] == before
 
 
 @pytest.mark.parametrize(
@@ -215,20 +215,20 @@ def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, proce
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "[1", "letters: a\nname: b"])
 def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
-    (tmp_path / tables.STUDY).write_text(content)
+    (tmp_path / files.STUDY).write_text(content)
     with pytest.raises(ConfigError, match="study.yaml: damaged: " if "[" in content else "holds another study"):
         study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
-    assert (tmp_path / tables.STUDY).read_text() == content
+    assert (tmp_path / files.STUDY).read_text() == content
 
 
 def test_a_study_grows(tmp_path, processes):
     """Further variants and environments; finished runs are kept."""
     assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
-    before = tables.read_rows(tmp_path / tables.RUNS)
+    before = files.read_rows(tmp_path / files.RUNS)
     processes.started.clear()
     words = ["study.envs=[acrobot,cartpole]", "seeds=1", "+study.variants.recency=['sampler=recency']"]
     assert study.run_study(configuration(*words, "study.baseline=recency"), tmp_path) == DONE
-    assert tables.read_rows(tmp_path / tables.RUNS)[: len(before)] == before
+    assert files.read_rows(tmp_path / files.RUNS)[: len(before)] == before
     assert len(processes.started) == 6
     found = report.read_study(tmp_path).runs
     assert set(found) == {"acrobot", "cartpole"}
@@ -237,10 +237,10 @@ def test_a_study_grows(tmp_path, processes):
 
 def test_the_threshold_must_be_kept_up():
     steps, values = [10, 20, 30, 40, 50], [0, 5, 0, 5, 5]
-    assert [tables.steps_to_reach(steps, values, 5, count) for count in (1, 2, 3)] == [20, 40, None]
+    assert [files.steps_to_reach(steps, values, 5, count) for count in (1, 2, 3)] == [20, 40, None]
     # the run ended at its threshold
-    assert tables.steps_to_reach(steps, values, 5, 3, stopped=True) == 40
-    assert tables.steps_to_reach(steps, [0, 5, 5, 5, 0], 5, 4, stopped=True) is None
+    assert files.steps_to_reach(steps, values, 5, 3, stopped=True) == 40
+    assert files.steps_to_reach(steps, [0, 5, 5, 5, 0], 5, 4, stopped=True) is None
 
 
 # --- reports
@@ -305,7 +305,7 @@ def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, proces
     monkeypatch.setattr(study, "show", SHOW)
     words = ["study.envs=[cartpole,acrobot]", "seeds=1", "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == INTERRUPTED
-    assert len(tables.read_rows(tmp_path / tables.RUNS)) == 1
+    assert len(files.read_rows(tmp_path / files.RUNS)) == 1
     printed = capsys.readouterr().out
     assert "| CartPole | uniform replay | 0 of 1 |" in printed
     assert "repeat the command to continue" in printed.splitlines()[-1]
@@ -328,7 +328,7 @@ def test_the_figure_explains_lines_bands_and_marks(finished):
 
 
 def test_what_was_written_twice_counts_once(finished):
-    path = finished / tables.CURVES
+    path = finished / files.CURVES
     before = report.read_study(finished)
     path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[1:]) + "\n")
     after = report.read_study(finished)
@@ -385,7 +385,7 @@ def test_no_study_there(tmp_path, plot_refuses):
 
 
 def test_published_tables_are_those_of_the_published_runs():
-    paths = sorted(RESULTS.glob(f"*/{tables.RUNS}"))
+    paths = sorted(RESULTS.glob(f"*/{files.RUNS}"))
     assert [path.parent.name for path in paths] == [name for name in STUDIES if name not in NOT_RUN]
     for path in paths:
         found = report.read_study(path.parent)
@@ -417,7 +417,7 @@ def test_published_ratios_are_those_of_the_tables():
     texts += [report.report(RESULTS / name, other) for name, others in OTHER_BASELINES.items() for other in others]
     kinds = reliability.KINDS
     measured = [
-        {key: kind(row[key]) for key, kind in kinds.items()} for row in tables.read_csv(RESULTS / "reliability.csv")
+        {key: kind(row[key]) for key, kind in kinds.items()} for row in files.read_csv(RESULTS / "reliability.csv")
     ]
     texts.append(reliability.format_table(measured))
     found = {cell for text in texts for cell in re.split(r" \|\s", text)}
