@@ -5,16 +5,18 @@ import csv
 import importlib.util
 import subprocess
 import sys
+import time
+from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from recipes import acer, dqn, r2d2, sac, td3
 from recipes.common import run as training
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import DONE, explained, parse_config, resumed_config
+from recipes.common.cli import DONE, INTERRUPTED, explained, parse_config, resumed_config
 from recipes.common.options import compose_config
 from recipes.common.schemas import SCHEMAS
 from recipes.envs.minatar_games import GAMES
@@ -28,8 +30,8 @@ def composed(name, *overrides):
         return parse_config(compose_config(name, overrides), SCHEMAS[name])
 
 
-class Composer:
-    """Composes configurations of a recipe from overrides.
+class Recipe:
+    """Composes configurations of a recipe from overrides, and runs it.
 
     Args:
         name: the recipe's.
@@ -53,6 +55,24 @@ class Composer:
         overrides = [f"resume={run_dir}", *overrides]
         config = resumed_config(compose_config(self.name, overrides), run_dir, overrides)
         return parse_config(config, SCHEMAS[self.name])
+
+    def train(self, config, run_dir, code=DONE):
+        """The rows of progress.csv that a run leaves; it must end with the exit code."""
+        assert import_module(f"recipes.{self.name}").train(config, run_dir) == code
+        return rows(run_dir)
+
+    def run(self, run_dir, *overrides):
+        """The rows of a run of less than a second."""
+        return self.train(self.configuration(*overrides), run_dir)
+
+    def resume(self, run_dir, *overrides):
+        """The rows of a run that was interrupted, after the rest of it."""
+        return self.train(self.resumed(run_dir, *overrides), run_dir)
+
+    def stop(self, run_dir, batches, *overrides):
+        """A run that is interrupted after so many batches, as if by Ctrl-C."""
+        with stopping(batches):
+            return self.train(self.configuration(*overrides), run_dir, INTERRUPTED)
 
 
 def tiny(group, **more):
@@ -80,15 +100,15 @@ TINY_ACER = [
     "num_envs=4",
 ]
 
-# name of a recipe -> its function and the composer of its configurations
 RECIPES = {
-    "dqn": (dqn.train, Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))),
-    "sac": (sac.train, Composer("sac", tiny("sac"))),
-    "td3": (td3.train, Composer("td3", tiny("td3"))),
-    "r2d2": (r2d2.train, Composer("r2d2", TINY_R2D2)),
-    "acer": (acer.train, Composer("acer", TINY_ACER)),
+    "dqn": Recipe("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None)),
+    "sac": Recipe("sac", tiny("sac")),
+    "td3": Recipe("td3", tiny("td3")),
+    "r2d2": Recipe("r2d2", TINY_R2D2),
+    "acer": Recipe("acer", TINY_ACER),
 }
 
+FILES = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}  # of a run
 
 # the package that environments need -> their presets
 PRESETS = {
@@ -113,10 +133,10 @@ class Replay:
         self.returned.append(sample)
 
 
-def stop_after(monkeypatch, batches):
+def stopping(batches):
     """Runs are interrupted after so many batches, as if by Ctrl-C."""
     answers = iter([False] * batches)
-    monkeypatch.setattr(
+    return patch.object(
         training, "interruption", lambda: contextlib.nullcontext(lambda: next(answers, True) is not False)
     )
 
@@ -159,17 +179,11 @@ def assert_same_runs(one, other):
     assert differ == [], differ
 
 
-def eager_and_compiled(train, configuration, path, *words):
+def eager_and_compiled(recipe, path, *words):
     """The rows of two runs that draw the same random numbers: the first one eager, the second one compiled."""
     torch._dynamo.reset()
-    tables = []
-    for compiled in (False, True):
-        run_dir = path / str(compiled)
-        run_dir.mkdir()
-        with torch._inductor.config.patch(fallback_random=True):
-            assert train(configuration(*words, f"compile={compiled}"), run_dir) == DONE
-        tables.append(rows(run_dir))
-    return tables
+    with torch._inductor.config.patch(fallback_random=True):
+        return [recipe.run(path / str(compiled), *words, f"compile={compiled}") for compiled in (False, True)]
 
 
 def command(recipe, *words, **options):
@@ -178,6 +192,13 @@ def command(recipe, *words, **options):
         [sys.executable, "-m", f"recipes.{recipe}", *words],
         **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
     )
+
+
+def wait_until(condition, seconds=300):
+    """Returns when the condition is true, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def processes(session):

@@ -8,14 +8,13 @@ import torch
 
 from recipes import acer
 from recipes.common import evaluation
-from recipes.common.cli import DONE
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_env
 from recipes.common.networks import OBSERVED
 from tests.recipes.countdown import Countdown
-from tests.recipes.runs import RECIPES, rows
+from tests.recipes.runs import RECIPES
 
-_, recipe = RECIPES["acer"]
+recipe = RECIPES["acer"]
 DISCRETE, CONTINUOUS = "env=cartpole", "env=pendulum"
 
 
@@ -32,12 +31,11 @@ class FromOne(Countdown):
 
 @pytest.mark.parametrize("name", ["acer", "dqn"])
 def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypatch, name):
-    train, composer = RECIPES[name]
     monkeypatch.setitem(
         gymnasium.registry, "FromOne-v0", gymnasium.envs.registration.EnvSpec("FromOne-v0", entry_point=FromOne)
     )
     FromOne.received.clear()
-    assert train(composer.configuration("env=cartpole", "env.id=FromOne-v0"), tmp_path) == DONE
+    RECIPES[name].run(tmp_path, "env=cartpole", "env.id=FromOne-v0")
     assert FromOne.received == {1, 2}
 
 
@@ -52,8 +50,7 @@ def test_environments_receive_actions_of_their_own_numbering(tmp_path, monkeypat
     ],
 )
 def test_switches_of_the_ablation(tmp_path, words, env):
-    assert acer.train(recipe.configuration(env, *words), tmp_path) == DONE
-    last = rows(tmp_path)[-1]
+    last = recipe.run(tmp_path, env, *words)[-1]
     assert np.isfinite([float(last[name]) for name in ("loss_actor", "loss_qvalue", "kl")]).all()
     if "acer.trust_region=false" in words:
         assert float(last["tr_active"]) == 0
@@ -71,8 +68,7 @@ def test_switches_of_the_ablation(tmp_path, words, env):
 )
 def test_baselines_of_the_paper_learn_v_and_no_q(tmp_path, words, on_policy):
     words = ["acer.returns=truncated_importance_sampling", "acer.learning_rate=0.1", *words]
-    assert acer.train(recipe.configuration(CONTINUOUS, *words), tmp_path) == DONE
-    last = {key: float(value) for key, value in rows(tmp_path)[-1].items()}
+    last = {key: float(value) for key, value in recipe.run(tmp_path, CONTINUOUS, *words)[-1].items()}
     assert np.isfinite([last[name] for name in ("loss_actor", "kl", "tr_active")]).all()
     assert (last["loss_qvalue"], last["bc_weight"]) == (0, 0)
     assert last["loss_value"] > 0
@@ -95,7 +91,7 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     monkeypatch.setattr(acer, "make_updates", lambda *_, **__: (fake("newest"), fake("replayed")))
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: [evaluation.Episode({})])
     words = ["acer.total_steps=8000", "acer.replay_ratio=3", f"acer.on_policy={on_policy}", "acer.num_evaluations=1"]
-    assert acer.train(recipe.configuration(*words), tmp_path) == DONE
+    recipe.run(tmp_path, *words)
     counts, rounds = np.unique(calls, return_counts=True), 500
     counts = dict(zip(*(column.tolist() for column in counts), strict=True))
     assert counts.get("newest", 0) == rounds * on_policy

@@ -9,25 +9,23 @@ import pytest
 import torch
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from recipes import acer, dqn
 from recipes.common import evaluation
 from recipes.common.atari_presets import GAMES, AtariConfig, preset
-from recipes.common.cli import DONE, INTERRUPTED
+from recipes.common.cli import INTERRUPTED
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Convolutions, make_network
 from recipes.common.update import RMSProp, make_step
 from recipes.envs.atari import FIRE, NOOP, Lives, make_atari
-from tests.recipes.runs import TINY_ACER, Composer, needs, rows, tiny
+from tests.recipes.runs import TINY_ACER, Recipe, needs, tiny
 from torchrl_replay_ext import FrameStackStorage
 
 GAME = "env=atari/breakout"
 SHORT = [GAME, "env.atari.max_frames=200"]
 recipes = {
-    "dqn": Composer("dqn", [*SHORT, *tiny("dqn", hidden_sizes="[16]")]),
-    "acer": Composer("acer", [*SHORT, *TINY_ACER, "acer.hidden_sizes=[16]"]),
+    "dqn": Recipe("dqn", [*SHORT, *tiny("dqn", hidden_sizes="[16]")]),
+    "acer": Recipe("acer", [*SHORT, *TINY_ACER, "acer.hidden_sizes=[16]"]),
 }
-train = {"dqn": dqn.train, "acer": acer.train}
 
 
 def make(game="breakout", training=True, **changes):
@@ -182,10 +180,9 @@ class TestGame:
             return evaluate(*arguments, **options)
 
         monkeypatch.setattr(evaluation, "evaluate", interrupt)
-        assert train[name](recipe.configuration(), tmp_path) == INTERRUPTED
+        recipe.train(recipe.configuration(), tmp_path, INTERRUPTED)
         monkeypatch.setattr(evaluation, "evaluate", evaluate)
-        assert train[name](recipe.resumed(tmp_path), tmp_path) == DONE
-        table = rows(tmp_path)
+        table = recipe.resume(tmp_path)
         assert len(table) == 3
         random, human = GAMES["breakout"]
         for row in table:
@@ -205,7 +202,7 @@ def test_missing_packages_are_config_errors(tmp_path, monkeypatch, module, packa
         lambda name, *rest: None if name == module else (True if name in present else find(name, *rest)),
     )
     with pytest.raises(ConfigError, match=f"Atari needs {package}; pip install"):
-        dqn.train(recipes["dqn"].configuration(), tmp_path)
+        recipes["dqn"].run(tmp_path)
 
 
 def test_networks_of_the_papers():
@@ -222,16 +219,15 @@ def test_networks_of_the_papers():
     assert make_network((5,), 2, [8])(torch.zeros(7, 5)).shape == (7, 2)
 
 
-class TestRMSProp:
-    @pytest.mark.parametrize("centered", [True, False])
-    def test_is_that_of_the_paper(self, centered):
-        torch.manual_seed(0)
-        parameter = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
-        expected, square, mean = parameter.detach().clone(), torch.zeros(5).double(), torch.zeros(5).double()
-        optimizer = RMSProp([parameter], 0.1, decay=0.9, eps=0.01, centered=centered)
-        for _ in range(20):
-            gradient = torch.randn(5, dtype=torch.float64)
-            square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
-            expected -= 0.1 * gradient / (square - centered * mean**2 + 0.01).sqrt()
-            make_step(optimizer)([gradient])
-        torch.testing.assert_close(parameter.detach(), expected)
+@pytest.mark.parametrize("centered", [True, False])
+def test_rmsprop_is_that_of_the_paper(centered):
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    expected, square, mean = parameter.detach().clone(), torch.zeros(5).double(), torch.zeros(5).double()
+    optimizer = RMSProp([parameter], 0.1, decay=0.9, eps=0.01, centered=centered)
+    for _ in range(20):
+        gradient = torch.randn(5, dtype=torch.float64)
+        square, mean = 0.9 * square + 0.1 * gradient**2, 0.9 * mean + 0.1 * gradient
+        expected -= 0.1 * gradient / (square - centered * mean**2 + 0.01).sqrt()
+        make_step(optimizer)([gradient])
+    torch.testing.assert_close(parameter.detach(), expected)

@@ -5,12 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from recipes import dqn
-from recipes.common.cli import DONE
 from recipes.envs.deep_sea import DeepSea
-from tests.recipes.runs import Composer, checkpoint, leaves, tiny
+from tests.recipes.runs import Recipe, checkpoint, leaves, tiny
 
-composer = Composer("dqn", ["env=deepsea", *tiny("dqn")])
+recipe = Recipe("dqn", ["env=deepsea", *tiny("dqn")])
 
 
 def play(env, actions):
@@ -59,7 +57,7 @@ def test_every_episode_is_that_of_a_plain_simulation(size, mapping_seed):
 
 
 def test_the_preset_acts_at_random_and_judges_the_greedy_policy():
-    config = composer.composed("env=deepsea")
+    config = recipe.composed("env=deepsea")
     assert {config.dqn.epsilon(step) for step in (0, 10_000, config.dqn.total_steps)} == {1.0}
     assert config.dqn.evaluation_epsilon == 0.0
     assert 0 < config.env.reward_threshold < 0.99
@@ -70,9 +68,6 @@ def test_the_preset_acts_at_random_and_judges_the_greedy_policy():
 def test_the_transitions_of_a_seed_are_the_same_for_every_sampler(tmp_path):
     collected = []
     for sampler in ("uniform", "recency"):
-        run_dir = tmp_path / sampler
-        run_dir.mkdir()
-        words = (f"sampler={sampler}", "env.options.size=4", "num_envs=2")
-        assert dqn.train(composer.configuration(*words), run_dir) == DONE
-        collected.append(leaves(checkpoint(run_dir)["collector"]))
+        recipe.run(tmp_path / sampler, f"sampler={sampler}", "env.options.size=4", "num_envs=2")
+        collected.append(leaves(checkpoint(tmp_path / sampler)["collector"]))
     assert collected[0] == collected[1]

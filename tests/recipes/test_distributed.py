@@ -4,26 +4,24 @@ import importlib.util
 import math
 import os
 import signal
-import time
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from recipes import distributed
 from recipes.common import evaluation, remote
-from recipes.common.cli import DONE, FAILED, INTERRUPTED
+from recipes.common.cli import FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.remote import TRAJECTORY, stored_rows
-from tests.recipes.runs import Composer, checkpoint, command, needs, processes, rows, tiny
+from tests.recipes.runs import FILES, Recipe, checkpoint, command, needs, processes, tiny, wait_until
 
-composer = Composer("distributed", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
+recipe = Recipe("distributed", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
 
 def test_without_ray(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"Ray is not installed, .* pip install"):
-        distributed.train(composer.configuration(), tmp_path)
+        recipe.run(tmp_path)
 
 
 def test_trajectories_of_different_collectors_differ():
@@ -36,7 +34,7 @@ def test_trajectories_of_different_collectors_differ():
 def test_samplers_that_need_one_shard(tmp_path, sampler):
     pytest.importorskip("ray", reason="needs ray (pip install ray)")
     with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* need the"):
-        distributed.train(composer.configuration(f"sampler={sampler}", "num_shards=2"), tmp_path)
+        recipe.run(tmp_path, f"sampler={sampler}", "num_shards=2")
 
 
 @pytest.fixture(scope="module")
@@ -57,44 +55,35 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
         return evaluate(*arguments, **keywords)
 
     monkeypatch.setattr(evaluation, "evaluate", interrupting)
-    assert distributed.train(composer.configuration("num_envs=2"), tmp_path) == INTERRUPTED
+    recipe.train(recipe.configuration("num_envs=2"), tmp_path, INTERRUPTED)
     assert "interrupted at step 64" in capsys.readouterr().out
-    assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
-    table = rows(tmp_path)
+    table = recipe.resume(tmp_path)
     assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert [float(row["sampler/num_items"]) for row in table][-1] == 64
     assert all(float(row["sampler/interrupted"]) == 0 for row in table)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.yaml",
-        "progress.csv",
-        "learning_curve.png",
-        "checkpoint.zip",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
 @pytest.mark.parametrize("algorithm", ["td3", "sac"])
 def test_continuous_actions(ray_runtime, tmp_path, algorithm):
-    settings = tiny(algorithm)
-    words = composer.composed(f"algorithm={algorithm}", "env=pendulum", "sampler=per", *settings)
-    assert distributed.train(words, tmp_path) == DONE
-    table = rows(tmp_path)
+    config = recipe.composed(f"algorithm={algorithm}", "env=pendulum", "sampler=per", *tiny(algorithm))
+    table = recipe.train(config, tmp_path)
     assert [row["env_steps"] for row in table] == ["32", "64", "96"]
     # as many updates as in the algorithm's recipe
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
     assert all(math.isfinite(float(row["loss_actor"])) for row in table[1:])
     assert float(table[0]["epsilon"]) == 0
     # no new run begins: it is finished
-    resumed = composer.resumed(tmp_path)
+    resumed = recipe.resumed(tmp_path)
     assert resumed.algorithm == algorithm and resumed.dqn is None
-    assert distributed.train(resumed, tmp_path) == DONE and len(rows(tmp_path)) == 3
+    assert len(recipe.train(resumed, tmp_path)) == 3
 
 
 @needs("minatar")
 def test_images(ray_runtime, tmp_path):
-    words = composer.composed("env=minatar_breakout", *composer.tiny, "dqn.hidden_sizes=[8]")
-    assert distributed.train(words, tmp_path) == DONE
-    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+    config = recipe.composed("env=minatar_breakout", *recipe.tiny, "dqn.hidden_sizes=[8]")
+    assert [row["env_steps"] for row in recipe.train(config, tmp_path)] == ["32", "64", "96"]
 
 
 def killing(monkeypatch, victim):
@@ -122,14 +111,13 @@ def test_killed_collector(ray_runtime, tmp_path, monkeypatch, capsys):
     """The run ends, says why, and goes on from what could be saved."""
     with monkeypatch.context() as patch:
         killing(patch, lambda collector: collector._collector.remote_collectors[1])
-        configuration = composer.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
-        assert distributed.train(configuration, tmp_path) == FAILED
+        config = recipe.configuration("num_envs=2", "num_collectors=2", "checkpoint_interval=32")
+        recipe.train(config, tmp_path, FAILED)
     errors = capsys.readouterr().err
     assert ": the process of a collector has ended (killed, or out of memory?); " in errors
     assert f"resume={tmp_path}" in errors and "Traceback" not in errors
     assert checkpoint(tmp_path)["counters"]["env_steps"] in {64, 80}
-    assert distributed.train(composer.resumed(tmp_path), tmp_path) == DONE
-    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+    assert [row["env_steps"] for row in recipe.resume(tmp_path)] == ["32", "64", "96"]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
@@ -137,11 +125,10 @@ def test_killed_shard(ray_runtime, tmp_path, monkeypatch, capsys, num_shards):
     """The run says what is lost and goes on; the shard continues from the last checkpoint."""
     killing(monkeypatch, lambda collector: collector._replay._group.handles[-1])
     settings = "num_envs=2", "num_collectors=2", "checkpoint_interval=32", f"num_shards={num_shards}"
-    assert distributed.train(composer.configuration(*settings), tmp_path) == DONE
+    table = recipe.run(tmp_path, *settings)
     errors = capsys.readouterr().err
     assert f"the process of shard {num_shards - 1} of the replay buffer has ended" in errors
     assert "Traceback" not in errors
-    table = rows(tmp_path)
     assert [row["env_steps"] for row in table] == ["32", "64", "96"]
     assert float(table[-1]["sampler/lost_shards"]) == 1
 
@@ -169,9 +156,7 @@ def test_command_line(tmp_path, sampler):
     run_dir = tmp_path / "run"
     words = [f"sampler={sampler}", f"hydra.run.dir={run_dir}"]
     running = command("distributed", *words, start_new_session=True)
-    deadline = time.monotonic() + 300
-    while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until((run_dir / "progress.csv").is_file)
     os.killpg(running.pid, signal.SIGINT)
     out, errors = running.communicate(timeout=120)
     assert running.returncode == INTERRUPTED, errors

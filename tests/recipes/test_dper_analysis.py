@@ -8,11 +8,9 @@ from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
-from recipes import sac, td3
-from recipes.common.cli import DONE
 from recipes.common.files import read_csv
 from recipes.experiments import dper_analysis
-from tests.recipes.runs import ROOT, composed, tiny
+from tests.recipes.runs import ROOT, Recipe, tiny
 from torchrl_replay_ext import DecoupledSampler
 
 TINY = {"train_interval": 2, "batch_size": 32, "buffer_size": None, "num_evaluations": 1, "hidden_sizes": "[16, 16]"}
@@ -23,7 +21,7 @@ MEASURES = ("score", "squared_difference", "kl")
 def run_dir(tmp_path_factory):
     """A short run of Pendulum."""
     path = tmp_path_factory.mktemp("td3")
-    assert td3.train(composed("td3", *tiny("td3", **TINY)), path) == DONE
+    Recipe("td3", tiny("td3", **TINY)).run(path)
     return path
 
 
@@ -106,13 +104,12 @@ def test_newest_transitions_are_the_last_to_be_written():
     )
 
 
-def test_runs_that_do_not_serve(tmp_path, run_dir, capsys):
+def test_runs_that_do_not_serve(tmp_path, run_dir, refused):
     other, without, small = tmp_path / "sac", tmp_path / "without", tmp_path / "small"
-    for path in (other, without, small):
-        path.mkdir()
-    assert sac.train(composed("sac", "sampler=uniform", *tiny("sac", **TINY)), other) == DONE
+    without.mkdir()
+    Recipe("sac", tiny("sac", **TINY)).run(other, "sampler=uniform")
     (without / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
-    assert td3.train(composed("td3", *tiny("td3", **TINY | {"batch_size": 8})), small) == DONE
+    Recipe("td3", tiny("td3", **TINY | {"batch_size": 8})).run(small)
     words = {
         (str(other),): f"{other}: not a run of recipes.td3",
         (str(without),): f"{without}: no checkpoint.zip there",
@@ -122,7 +119,5 @@ def test_runs_that_do_not_serve(tmp_path, run_dir, capsys):
         (): "pass the directory of a run of recipes.td3, or --read CSV",
     }
     for arguments, message in words.items():
-        with pytest.raises(SystemExit, match="2"):
-            dper_analysis.main([*arguments, "--out", str(tmp_path / "out")])
-        assert message in capsys.readouterr().err
+        assert message in refused(dper_analysis.main, [*arguments, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 import importlib.util
 import signal
-import time
 
 import pytest
 import torch
@@ -10,24 +9,18 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes import dqn
 from recipes.common import run as training
-from recipes.common.cli import DONE, INTERRUPTED
+from recipes.common.cli import INTERRUPTED
 from recipes.common.collector import ReplayableEnv, VectorCollector
 from recipes.common.errors import ConfigError
 from recipes.common.replay import end_last_episodes
 from tests import data
-from tests.recipes.runs import (
-    Composer,
-    command,
-    rows,
-    stop_after,
-    tiny,
-)
+from tests.recipes.runs import RECIPES, command, wait_until
 
-composer = Composer("dqn", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
+recipe = RECIPES["dqn"]
 
 
 def test_schedules():
-    settings = composer.configuration().dqn
+    settings = recipe.configuration().dqn
     settings.exploration_fraction = 0.5
     assert [settings.epsilon(step) for step in (0, 31, 48, 96)] == pytest.approx([1.0, 1.0, 0.04, 0.04])
     assert settings.epsilon(36) == pytest.approx(1 - 0.75 * 0.96)
@@ -39,20 +32,17 @@ def test_schedules():
 
 
 def test_training_stops_at_the_threshold_and_resumes_beyond_it(tmp_path, capsys):
-    config = composer.configuration("env.reward_threshold=1", "sampler=uniform")
-    assert dqn.train(config, tmp_path) == DONE
-    assert [row["env_steps"] for row in rows(tmp_path)] == ["32"]
+    table = recipe.run(tmp_path, "env.reward_threshold=1", "sampler=uniform")
+    assert [row["env_steps"] for row in table] == ["32"]
     assert "reached 1 at step 32" in capsys.readouterr().out
-    assert dqn.train(composer.resumed(tmp_path, "stop_at_threshold=false"), tmp_path) == DONE
-    assert [row["env_steps"] for row in rows(tmp_path)] == ["32", "64", "96"]
+    table = recipe.resume(tmp_path, "stop_at_threshold=false")
+    assert [row["env_steps"] for row in table] == ["32", "64", "96"]
     assert "reached 1 at step 32" in capsys.readouterr().out
 
 
 def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch, capsys):
     """And what was stored of theirs ends here, that of the others not."""
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert dqn.train(composer.configuration("num_envs=4"), tmp_path) == INTERRUPTED
+    recipe.stop(tmp_path, 3, "num_envs=4")
     play = ReplayableEnv._play
     monkeypatch.setattr(ReplayableEnv, "_play", lambda env, state: play(env, state) and state is not lost[0])
     lost, ended = [None], []
@@ -72,7 +62,7 @@ def test_environments_that_cannot_go_on_begin_new_episodes(tmp_path, monkeypatch
 
     monkeypatch.setattr(VectorCollector, "load_state_dict", load_but_one)
     monkeypatch.setattr(training, "end_last_episodes", spy)
-    assert dqn.train(composer.resumed(tmp_path), tmp_path) == DONE
+    recipe.resume(tmp_path)
     assert "the state of 1 of 4 environments cannot be restored" in capsys.readouterr().err
     assert ended in ([([2], 1)], [([2], 0)])  # the last step may have ended it
 
@@ -82,13 +72,13 @@ def test_what_a_time_limit_is(tmp_path, monkeypatch, truncation):
     stored = []
     monkeypatch.setattr(dqn, "make_round", lambda *_: lambda data: stored.append(data.clone()))
     words = ["+env.options={max_episode_steps: 5}", f"+env.truncation={truncation}"]
-    assert dqn.train(composer.configuration(*words), tmp_path) == DONE
+    table = recipe.run(tmp_path, *words)
     following = torch.cat(stored)["next"]
     assert following["done"].any() and torch.equal(following["terminated"], ~following["truncated"] & following["done"])
     # after five steps no pole has fallen yet
     limits = following["terminated" if truncation == "terminal" else "truncated"]
     assert torch.equal(limits, following["done"])
-    assert float(rows(tmp_path)[-1]["return_mean"]) == 5.0
+    assert float(table[-1]["return_mean"]) == 5.0
 
 
 @pytest.mark.parametrize("written", [3, 5])
@@ -109,22 +99,20 @@ def test_logger_without_its_package_is_a_config_error(tmp_path, backend):
     if importlib.util.find_spec(backend):
         pytest.skip(f"{backend} is installed")
     with pytest.raises(ConfigError, match=f"logger={backend}: .*install the package"):
-        dqn.train(composer.configuration(f"logger={backend}"), tmp_path)
+        recipe.run(tmp_path, f"logger={backend}")
 
 
 def test_directory_of_another_run_is_not_overwritten(tmp_path):
-    training.save_config(composer.configuration(), tmp_path)
+    training.save_config(recipe.configuration(), tmp_path)
     with pytest.raises(ConfigError, match="holds a run already"):
-        dqn.train(composer.configuration("sampler=uniform"), tmp_path)
+        recipe.run(tmp_path, "sampler=uniform")
 
 
 def test_command_line(tmp_path):
     """Ctrl-C ends the real command after its round of updates."""
     run_dir = tmp_path / "run"
     running = command("dqn", "sampler=uniform", f"hydra.run.dir={run_dir}", "dqn.learning_starts=49999")
-    deadline = time.monotonic() + 300
-    while not (run_dir / "progress.csv").is_file() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until((run_dir / "progress.csv").is_file)
     running.send_signal(signal.SIGINT)
     out, errors = running.communicate(timeout=300)
     assert running.returncode == INTERRUPTED, errors

@@ -12,14 +12,13 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from recipes import dqn
-from recipes.common.cli import DONE
 from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.remote import FlagReader
 from recipes.common.replay import land_between_flags, land_near_middle, make_replay
 from tests.recipes.countdown import Countdown
-from tests.recipes.runs import Composer, composed, eager_and_compiled, rows, tiny
+from tests.recipes.runs import Recipe, composed, eager_and_compiled, tiny
 
 # near_initial happens within the first steps
 TINY = [
@@ -29,7 +28,7 @@ TINY = [
     *tiny("dqn", evaluation_episodes=None, hidden_sizes=None),
     "+env.options.max_episode_steps=30",
 ]
-configuration = Composer("dqn", TINY).configuration
+recipe = Recipe("dqn", TINY)
 
 
 def single(flags):
@@ -70,7 +69,7 @@ def test_flags_arrive_on_the_last_step_of_an_episode_too(make):
 def test_tables_fill_and_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatch, sampler, backend):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     results = []
-    for table in eager_and_compiled(dqn.train, configuration, tmp_path, f"sampler={sampler}", "sampler.min_size=1"):
+    for table in eager_and_compiled(recipe, tmp_path, f"sampler={sampler}", "sampler.min_size=1"):
         assert int(float(table[-1]["sampler/size_near_initial"])) == 6  # .1 of 64, its capacity
         assert int(float(table[-1]["sampler/size_default"])) == 38
         results.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum", "q_error")])
@@ -88,7 +87,7 @@ def steps(trajectories):
 
 
 def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
-    cfg = configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}")
+    cfg = recipe.configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}")
     replay = make_replay(cfg, torch.device("cpu"), td_error="absolute")
     sampler = replay.sampler
     assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
@@ -108,8 +107,7 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
     words = (*schedules, "sampler.min_size=1", "dqn.train_interval=8", "updates_per_graph=2")
     changed = {word.split("=")[0] for word in words}
     config = composed("dqn", *(word for word in TINY if word.split("=")[0] not in changed), *words)
-    assert dqn.train(config, tmp_path) == DONE
-    table = rows(tmp_path)
+    table = recipe.train(config, tmp_path)
     # 16 updates: 8 rounds of 2, the first one after 40 steps
     for row, updates in zip(table, (0, 8, 16), strict=True):
         assert int(row["updates"]) == updates
@@ -122,24 +120,21 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
 
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
-    cfg = configuration(*words)
+    cfg = recipe.configuration(*words)
     replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
     replay.extend(steps([0, 1, 2, 3] * 2))
     with pytest.warns(UserWarning, match="num_streams="):
         replay.extend(steps([0, 1, 2, 3, 4]))
 
 
-class TestCAGrad:
-    def test_c_0_is_the_gradient_of_the_batch(self, tmp_path):
-        losses = []
-        for c in ("null", 0.0, 0.5):
-            run_dir = tmp_path / str(c)
-            run_dir.mkdir()
-            words = (f"dqn.cagrad={c}", "sampler=sset_per", "sampler.min_size=1", "dqn.learning_rate=1e-2")
-            assert dqn.train(configuration(*words), run_dir) == DONE
-            losses.append([float(row[name]) for row in rows(run_dir)[1:] for name in ("loss", "q_sum")])
-        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-        assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+def test_cagrad_with_c_0_is_the_gradient_of_the_batch(tmp_path):
+    losses = []
+    for c in ("null", 0.0, 0.5):
+        words = (f"dqn.cagrad={c}", "sampler=sset_per", "sampler.min_size=1", "dqn.learning_rate=1e-2")
+        table = recipe.run(tmp_path / str(c), *words)
+        losses.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
 def test_q_columns_are_those_of_the_target_network():
@@ -165,8 +160,7 @@ def test_events_that_adapt_need_nothing_from_the_environment(tmp_path):
     words = [word for word in TINY if "events" not in word]
     config = composed("dqn", *words, "~env.events.at_gap", "~env.events.done", f"+env.events={events}")
     assert not config.env.flags
-    assert dqn.train(config, tmp_path) == DONE
-    last = rows(tmp_path)[-1]
+    last = recipe.train(config, tmp_path)[-1]
     # all rewards are the same
     assert int(float(last["sampler/size_best"])) == 0 and int(float(last["sampler/size_new"])) > 0
 

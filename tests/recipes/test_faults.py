@@ -12,47 +12,36 @@ from functools import partial
 
 import pytest
 
-from recipes import dqn
 from recipes.common import files
 from recipes.common import run as training
-from recipes.common.cli import DONE, FAILED, INTERRUPTED
+from recipes.common.cli import FAILED
 from recipes.common.config import LoggerConfig
 from recipes.common.errors import ConfigError
 from recipes.common.files import read_csv
 from recipes.common.progress import Progress
-from tests.recipes.runs import Composer, assert_same_runs, command, rows, stop_after, tiny
+from tests.recipes.runs import FILES, Recipe, assert_same_runs, command, rows, tiny, wait_until
 
-composer = Composer("dqn", [*tiny("dqn"), "sampler=per"])
+recipe = Recipe("dqn", [*tiny("dqn"), "sampler=per"])
 
 
 @pytest.fixture
-def stopped(tmp_path, monkeypatch):
+def stopped(tmp_path):
     """The directory of a run that was interrupted after half of its steps."""
-    run_dir = tmp_path / "stopped"
-    run_dir.mkdir()
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert dqn.train(composer.configuration(), run_dir) == INTERRUPTED
-    return run_dir
+    recipe.stop(tmp_path / "stopped", 3)
+    return tmp_path / "stopped"
 
 
 def whole(tmp_path, *words):
-    run_dir = tmp_path / "whole"
-    run_dir.mkdir()
-    assert dqn.train(composer.configuration(*words), run_dir) == DONE
-    return run_dir
+    recipe.run(tmp_path / "whole", *words)
+    return tmp_path / "whole"
 
 
 def contents(run_dir):
     return {path.name: path.read_bytes() for path in run_dir.iterdir()}
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size * 2 // 3)
-
-
-def empty(path):
-    os.truncate(path, 0)
+def cut(path, keep=2 / 3):
+    os.truncate(path, int(path.stat().st_size * keep))
 
 
 def flip(path, where=0.5):
@@ -71,12 +60,12 @@ def lose(path):
             archive.writestr(name, members[name])
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, partial(flip, where=0.8), lose])
+@pytest.mark.parametrize("damage", [cut, partial(cut, keep=0), flip, partial(flip, where=0.8), lose])
 def test_damaged_checkpoints_are_refused_before_anything_is_changed(stopped, damage):
     damage(stopped / "checkpoint.zip")
     before = contents(stopped)
     with pytest.raises(ConfigError, match=r"checkpoint.zip is damaged: ") as error:
-        dqn.train(composer.resumed(stopped), stopped)
+        recipe.resume(stopped)
     assert "\n" not in str(error.value)
     assert contents(stopped) == before
 
@@ -91,8 +80,8 @@ def test_what_a_kill_leaves_does_no_harm(tmp_path, stopped):
         with (stopped / "progress.csv").open("a", newline="") as file:
             file.write(more)
         assert read_csv(stopped / "progress.csv")[0]["env_steps"] == "32"
-    assert dqn.train(composer.resumed(stopped), stopped) == DONE
-    assert {*contents(stopped)} == {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
+    recipe.resume(stopped)
+    assert {*contents(stopped)} == FILES
     assert_same_runs(whole(tmp_path), stopped)
 
 
@@ -118,7 +107,7 @@ def test_files_that_cannot_grow(tmp_path, stopped, capfd):
     """A run whose checkpoints cannot be written goes to its end, and can be gone on with from the one before."""
     before = contents(stopped)
     with limited(4096):
-        assert dqn.train(composer.resumed(stopped, "checkpoint_interval=16"), stopped) == FAILED
+        table = recipe.train(recipe.resumed(stopped, "checkpoint_interval=16"), stopped, FAILED)
     errors = capfd.readouterr().err
     for step in (64, 80, 96):
         assert f"warning: step {step} could not be saved in {stopped}: File too large\n" in errors
@@ -126,8 +115,8 @@ def test_files_that_cannot_grow(tmp_path, stopped, capfd):
     after = contents(stopped)
     assert after["checkpoint.zip"] == before["checkpoint.zip"]
     assert after.keys() <= before.keys()
-    assert [row["env_steps"] for row in rows(stopped)] == ["32", "64", "96"]
-    assert dqn.train(composer.resumed(stopped), stopped) == DONE
+    assert [row["env_steps"] for row in table] == ["32", "64", "96"]
+    recipe.resume(stopped)
     assert_same_runs(whole(tmp_path), stopped)
 
 
@@ -154,15 +143,12 @@ def test_killed_run(tmp_path):
     """SIGKILL while it saves one checkpoint after the other."""
     words = ["dqn.total_steps=3200", "dqn.train_interval=64", "dqn.num_evaluations=10", "dqn.buffer_size=1000"]
     run_dir = tmp_path / "killed"
-    words = [*composer.tiny, *words, "checkpoint_interval=64", f"hydra.run.dir={run_dir}"]
+    words = [*recipe.tiny, *words, "checkpoint_interval=64", f"hydra.run.dir={run_dir}"]
     process = command("dqn", *words, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (run_dir / "checkpoint.zip").is_file() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until((run_dir / "checkpoint.zip").is_file)
     time.sleep(0.3)
     process.kill()
     _, errors = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL, errors
-    assert dqn.train(composer.resumed(run_dir, "checkpoint_interval=100000"), run_dir) == DONE
-    assert len(rows(run_dir)) == 10
+    assert len(recipe.resume(run_dir, "checkpoint_interval=100000")) == 10
     assert_same_runs(whole(tmp_path, *words), run_dir)

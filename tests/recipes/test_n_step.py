@@ -7,9 +7,8 @@ from tensordict import TensorDict
 from torchrl.modules import QValueActor
 
 from recipes import dqn, sac, td3
-from recipes.common.cli import DONE
 from recipes.common.collector import TERMINATED, NStep
-from tests.recipes.runs import Composer, tiny
+from tests.recipes.runs import Recipe, tiny
 
 GAMMA = 0.9
 
@@ -96,7 +95,6 @@ def test_a_lost_environment_ends_its_episode_with_the_newest_step():
 @pytest.mark.parametrize(("recipe", "sampler"), [(dqn, "per"), (dqn, "uniform"), (td3, "reaper"), (sac, "rank")])
 def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, sampler):
     name = recipe.__name__.split(".")[-1]
-    composer = Composer(name, tiny(name))
     batches = []
 
     class Run(recipe.Run):
@@ -106,7 +104,7 @@ def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, sampler):
 
     monkeypatch.setattr(recipe, "Run", Run)
     words = [f"{name}.n_step=3", f"sampler={sampler}", "num_envs=2", "+env.options={max_episode_steps: 7}"]
-    assert recipe.train(composer.configuration(*words), tmp_path) == DONE
+    Recipe(name, tiny(name)).run(tmp_path, *words)
     (replay,) = batches
     stored = replay[:]
     # 6 steps (3 of each environment) are held back, and 64 slots keep the newest
@@ -121,7 +119,7 @@ def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, sampler):
 def test_targets_are_those_of_n_steps():
     """Double DQN, written out: rewards of up to n steps, then the value discounted by their number."""
     torch.manual_seed(0)
-    settings = Composer("dqn", tiny("dqn")).settings("dqn.n_step=3", "dqn.gamma=0.9", "dqn.loss_function=l2")
+    settings = Recipe("dqn", tiny("dqn")).settings("dqn.n_step=3", "dqn.gamma=0.9", "dqn.loss_function=l2")
     actor = QValueActor(torch.nn.Linear(1, 2), in_keys=["observation"], action_space="categorical")
     loss_module, _ = dqn.make_loss(settings, actor)
     for parameter in loss_module.target_value_network_params.values(True, True):

@@ -1,5 +1,4 @@
 import csv
-import sys
 
 import numpy as np
 import pytest
@@ -24,20 +23,18 @@ def write_run(run_dir, returns, sampler="per", seed=1, env="cartpole", threshold
     return run_dir
 
 
-def test_runs_make_a_png_and_an_svg(tmp_path, monkeypatch, capsys):
+def test_runs_make_a_png_and_an_svg(tmp_path, drawn):
     runs = [write_run(tmp_path / f"{seed}", [1.0, 2.0, seed], seed=seed) for seed in (1, 2)]
     runs.append(write_run(tmp_path / "other", [5.0], env="acrobot", sampler="reaper", threshold=3))
     out = tmp_path / "figure.png"
-    monkeypatch.setattr(
-        sys, "argv", ["plot", *map(str, runs), "--out", str(out), "--columns", "env_steps", "return_mean"]
-    )
-    plot.main()
+    words = [*runs, "--out", out, "--columns", "env_steps", "return_mean"]
+    printed = drawn(*words)
     assert out.read_bytes().startswith(b"\x89PNG")
     svg = out.with_suffix(".svg")
     assert "<image" not in svg.read_text()
-    assert capsys.readouterr().out == f"{out} {svg}\n"
+    assert printed == f"{out} {svg}\n"
     before = [path.read_bytes() for path in (out, svg)]
-    plot.main()
+    drawn(*words)
     assert [path.read_bytes() for path in (out, svg)] == before
 
 
@@ -59,12 +56,10 @@ def test_bad_command_lines_are_explained(words, message, plot_refuses):
     assert message in plot_refuses(*words)
 
 
-def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, monkeypatch, capsys):
+def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, drawn):
     data = ROOT / "recipes/results/threerooms.csv"
-    words = ["--read", str(data), "--columns", "q_sum", "return_mean", "--solved", "-8.8"]
-    monkeypatch.setattr(sys, "argv", ["plot", *words, "--out", str(tmp_path / "figure")])
-    plot.main()
-    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:-1]]
+    words = ["--read", data, "--columns", "q_sum", "return_mean", "--solved", "-8.8", "--out", tmp_path / "figure"]
+    lines = [line.split("|")[1:-1] for line in drawn(*words).splitlines()[2:-1]]
     found = {group.strip(): (median.strip(), len(seeds.split())) for _, group, median, seeds in lines}
     assert found["sset"] == ("37000", 10)
     assert {path.name for path in tmp_path.iterdir()} == {"figure.png", "figure.svg"}

@@ -13,14 +13,11 @@ from recipes import r2d2
 from recipes.common.collector import VectorCollector
 from recipes.common.replay import end_last_episodes, make_replay
 from recipes.envs.positions import CartPolePositions
-from tests.recipes.runs import (
-    TINY_R2D2,
-    Composer,
-)
+from tests.recipes.runs import RECIPES
 
 NUM_ENVS, BURN_IN, LENGTH = 4, 3, 5
 CPU = torch.device("cpu")
-composer = Composer("r2d2", TINY_R2D2)
+recipe = RECIPES["r2d2"]
 
 
 # --- what the behaviour policy stores
@@ -42,7 +39,7 @@ class Collected:
 
     def replay(self, batch_size=16):
         words = [f"r2d2.{key}={value}" for key, value in {"batch_size": batch_size, "buffer_size": 400}.items()]
-        cfg = composer.configuration(*words)
+        cfg = recipe.configuration(*words)
         windows = Sequence(length=LENGTH, burn_in=BURN_IN)
         replay = make_replay(cfg, CPU, td_error="absolute", windows=windows)
         replay.extend(self.data)
@@ -74,7 +71,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
     target = deepcopy(network)
     for weight in target.parameters():
         weight.mul_(1.1)
-    settings = composer.settings(
+    settings = recipe.settings(
         f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", f"r2d2.target_steps={target_steps}"
     )
     batch = collected.replay(batch_size=64).sample().reshape(-1, BURN_IN + LENGTH)
@@ -117,7 +114,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
 def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
     collected = Collected()
     replay = collected.replay(batch_size=1)
-    config = composer.composed(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
+    config = recipe.composed(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
     target = deepcopy(collected.network).requires_grad_(False)
     optimizer = torch.optim.Adam(collected.network.parameters(), lr=0.0)
     update = r2d2.make_update(config, replay, collected.network, target, optimizer)

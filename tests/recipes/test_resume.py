@@ -6,39 +6,32 @@ from itertools import count
 import pytest
 import torch
 
-from recipes.common.cli import DONE, INTERRUPTED
-from tests.recipes.runs import RECIPES, assert_same_runs, needs, rows, stop_after
+from recipes.common.cli import INTERRUPTED
+from tests.recipes.runs import RECIPES, assert_same_runs, needs, stopping
 
 
-def check(monkeypatch, tmp_path, name, *words, stops=(3,)):
-    train, composer = RECIPES[name]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir(), parts.mkdir()
+def check(tmp_path, name, *words, stops=(3,)):
+    recipe, whole, parts = RECIPES[name], tmp_path / "whole", tmp_path / "parts"
     torch._dynamo.reset()
-    assert train(composer.configuration(*words), whole) == DONE
-    config = composer.configuration(*words)
+    recipe.run(whole, *words)
+    config = recipe.configuration(*words)
     for stop in stops:
-        with monkeypatch.context() as patch:
-            stop_after(patch, stop)
+        with stopping(stop):
             torch._dynamo.reset()
-            assert train(config, parts) == INTERRUPTED
-        config = composer.resumed(parts)
+            recipe.train(config, parts, INTERRUPTED)
+        config = recipe.resumed(parts)
     torch._dynamo.reset()
-    assert train(config, parts) == DONE
+    recipe.train(config, parts)
     assert_same_runs(whole, parts)
 
 
 def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
     """With a clock that moves by 1 whenever it is read."""
-    train, composer = RECIPES["dqn"]
     clock = count()
     monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        assert train(composer.configuration(), tmp_path) == INTERRUPTED
+    RECIPES["dqn"].stop(tmp_path, 3)
     # read at the start, for an evaluation, for the checkpoint, and again
-    assert train(composer.resumed(tmp_path), tmp_path) == DONE
-    assert [float(row["cpu_time"]) for row in rows(tmp_path)] == [1, 3, 4]
+    assert [float(row["cpu_time"]) for row in RECIPES["dqn"].resume(tmp_path)] == [1, 3, 4]
 
 
 EVENTS = [
@@ -64,8 +57,8 @@ EVENTS = [
         ("acer", ["env=pendulum", "acer.normalize_observations=true"]),
     ],
 )
-def test_recipes(tmp_path, monkeypatch, name, words):
-    check(monkeypatch, tmp_path, name, *words)
+def test_recipes(tmp_path, name, words):
+    check(tmp_path, name, *words)
 
 
 SAMPLERS = ["uniform", "per", "rank", "reaper"]
@@ -89,8 +82,8 @@ LONGER = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), LONGER)
-def test_several_stops(tmp_path, monkeypatch, name, words):
-    check(monkeypatch, tmp_path, name, *words, stops=(1, 2, 1))
+def test_several_stops(tmp_path, name, words):
+    check(tmp_path, name, *words, stops=(1, 2, 1))
 
 
 @pytest.mark.slow
@@ -99,11 +92,11 @@ def test_several_stops(tmp_path, monkeypatch, name, words):
 @pytest.mark.parametrize(
     ("name", "words"), [("dqn", ["sampler=reaper"]), ("dqn", ["sampler=per", "num_envs=4"]), ("acer", [])]
 )
-def test_games(tmp_path, monkeypatch, name, words):
+def test_games(tmp_path, name, words):
     """Frames are stored once, games go on after lost lives."""
     settings = ["env.atari.max_frames=400", "env.atari.repeat_action_probability=0.25"]
     learning = [f"{name}.hidden_sizes=[16]", f"{name}.optimizer={{name: rmsprop}}"]
-    check(monkeypatch, tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
+    check(tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
 
 
 COMPILED = [
@@ -122,6 +115,6 @@ COMPILED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), COMPILED)
-def test_compiled(tmp_path, monkeypatch, name, words):
+def test_compiled(tmp_path, name, words):
     """The graph is made anew, and computes the same."""
-    check(monkeypatch, tmp_path, name, "compile=true", *words, stops=(4,))
+    check(tmp_path, name, "compile=true", *words, stops=(4,))

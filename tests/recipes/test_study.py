@@ -66,6 +66,7 @@ class FakeRun:
 
 
 SHOW = study.show
+ONE_SEED = ["study.envs=[cartpole]", "seeds=1"]
 
 
 @pytest.fixture
@@ -141,8 +142,7 @@ def test_rows_with_new_columns_extend_those_of_an_earlier_version(tmp_path):
 
 
 def test_curves_keep_further_columns(tmp_path, processes):
-    words = ["study.envs=[cartpole]", "seeds=1", "+study.also=[updates,wall_time]"]
-    assert study.run_study(configuration(*words), tmp_path) == DONE
+    assert study.run_study(configuration(*ONE_SEED, "+study.also=[updates,wall_time]"), tmp_path) == DONE
     curve = files.read_rows(tmp_path / files.CURVES)
     assert {(row["updates"], row["wall_time"]) for row in curve} == {("7", "1.25")}
     runs = plot.read_table(tmp_path / files.CURVES, ["return_mean", "updates"], ["variant"])
@@ -157,13 +157,13 @@ def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes):
         study.run_study(configuration(*words), tmp_path)
     assert len(processes.started) == 1 and not files.read_rows(tmp_path / files.RUNS)
     # the mended command goes on
-    assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
+    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
 
 
 @pytest.mark.parametrize("lost", [1, 60])
 def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
-    words = ["study.envs=[cartpole]", "seeds=1", "workers=1"]
+    words = [*ONE_SEED, "workers=1"]
     assert study.run_study(configuration(*words), tmp_path) == DONE
     before = [files.read_rows(tmp_path / name) for name in (files.RUNS, files.CURVES)]
     path = tmp_path / files.RUNS
@@ -188,42 +188,40 @@ def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     ],
 )
 def test_another_study_needs_another_directory(tmp_path, processes, word):
-    words = ["study.envs=[cartpole]", "seeds=1"]
-    assert study.run_study(configuration(*words), tmp_path) == DONE
+    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="holds another study"):
-        study.run_study(configuration(*words, word), tmp_path)
+        study.run_study(configuration(*ONE_SEED, word), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_two_processes_cannot_run_one_study(tmp_path, processes):
     with locked(tmp_path), pytest.raises(ConfigError, match="another process runs there"):
-        study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
+        study.run_study(configuration(*ONE_SEED), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, processes, capsys):
     run_dir = tmp_path / "runs" / "cartpole" / "per" / "seed0"
     run_dir.mkdir(parents=True)
-    words = ["study.envs=[cartpole]", "seeds=1"]
     with locked(run_dir):
-        assert study.run_study(configuration(*words), tmp_path) == FAILED
+        assert study.run_study(configuration(*ONE_SEED), tmp_path) == FAILED
         assert run_dir.is_dir()
     assert "another process runs there" in run_dir.with_suffix(".log").read_text()
-    assert study.run_study(configuration(*words), tmp_path) == DONE
+    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "[1", "letters: a\nname: b"])
 def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
     (tmp_path / files.STUDY).write_text(content)
     with pytest.raises(ConfigError, match="study.yaml: damaged: " if "[" in content else "holds another study"):
-        study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path)
+        study.run_study(configuration(*ONE_SEED), tmp_path)
     assert (tmp_path / files.STUDY).read_text() == content
 
 
 def test_a_study_grows(tmp_path, processes):
     """Further variants and environments; finished runs are kept."""
-    assert study.run_study(configuration("study.envs=[cartpole]", "seeds=1"), tmp_path) == DONE
+    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
     before = files.read_rows(tmp_path / files.RUNS)
     processes.started.clear()
     words = ["study.envs=[acrobot,cartpole]", "seeds=1", "+study.variants.recency=['sampler=recency']"]
@@ -254,10 +252,8 @@ def finished(tmp_path, processes, capsys):
     return tmp_path
 
 
-def test_a_report(finished, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plot", f"study={finished}"])
-    plot.main()
-    table = capsys.readouterr().out
+def test_a_report(finished, drawn):
+    table = drawn(f"study={finished}")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| C")]
     by_variant = {line[1]: line[2:] for line in lines}
     assert by_variant["PER"][:5] == ["5 of 5", "300 [300, 300]", "300", "", ""]
@@ -351,10 +347,8 @@ def cells_of(found, steps):
     return [cell.strip() for cell in line.split("|")[3:7]]
 
 
-def test_a_comparison_with_another_baseline(finished, monkeypatch, capsys, plot_refuses):
-    monkeypatch.setattr(sys, "argv", ["plot", f"study={finished}", "--baseline", "reaper"])
-    plot.main()
-    table = capsys.readouterr().out
+def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
+    table = drawn(f"study={finished}", "--baseline", "reaper")
     assert "mean steps of the variant divided by the mean steps of ReaPER" in table and "1.50 [1.50, 1.50]" in table
     assert not list(finished.glob("table.md"))
     assert "the variants of" in plot_refuses(f"study={finished}", "--baseline", "other")

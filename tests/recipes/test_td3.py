@@ -11,14 +11,9 @@ from torchrl.objectives import SoftUpdate
 from recipes import td3
 from recipes.common.replay import make_replay
 from tests.data import learnable
-from tests.recipes.runs import (
-    Composer,
-    Replay,
-    tiny,
-)
+from tests.recipes.runs import Replay, composed
 from tests.samplers.experience import assert_priorities
 
-composer = Composer("td3", tiny("td3", evaluation_episodes=2, hidden_sizes="[16, 16]"))
 transitions = partial(learnable, observation=3, action=2, done=0.3)
 
 
@@ -88,7 +83,7 @@ def parameters_of(loss_module):
 def test_two_cycles_are_those_of_the_paper(own_batch):
     """Twin critics, smoothed and clipped targets, delayed actor and targets; also if the actor has its own batches."""
     torch.manual_seed(0)
-    cfg = composer.composed("td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
+    cfg = composed("td3", "td3.policy_noise=0.6", "td3.noise_clip=0.5", "td3.gamma=0.9", "td3.hidden_sizes=[16]")
     policy, loss_module = td3.make_loss(cfg.td3, 3, 2, torch.device("cpu"))
     for parameter in policy.parameters():
         parameter.data.mul_(3)  # then it gives actions near -1 and 1 too
@@ -125,14 +120,14 @@ def test_two_cycles_are_those_of_the_paper(own_batch):
 
 @pytest.mark.parametrize(("num_envs", "delay", "interval"), [(1, 2, 2), (8, 2, 8), (3, 2, 6), (1, 1, 1), (4, 3, 12)])
 def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interval):
-    config = composer.composed(f"num_envs={num_envs}", f"td3.policy_delay={delay}")
+    config = composed("td3", f"num_envs={num_envs}", f"td3.policy_delay={delay}")
     assert (config.td3.train_interval, config.td3.gradient_steps) == (interval, interval)
     assert config.updates_per_graph == delay
 
 
 def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
     """The rest is in tests/samplers/test_lap.py."""
-    config = composer.composed("sampler=lap")
+    config = composed("td3", "sampler=lap")
     assert config.td3.loss_function == "smooth_l1"
     replay = make_replay(config, torch.device("cpu"), td_error="squared")
     replay.extend(transitions(64, action=1))

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.cli import DONE
 from recipes.common.config import DECOUPLED, EVENT_TABLES
 from recipes.common.options import environments
 from recipes.common.schemas import SCHEMAS
 from tests.params import slow_but
-from tests.recipes.runs import PRESETS, RECIPES, ROOT, eager_and_compiled, rows
+from tests.recipes.runs import FILES, PRESETS, RECIPES, ROOT, eager_and_compiled
 
 
 def installed(env):
@@ -35,10 +34,8 @@ QUICK += [(name, sampler) for name in ("sac", "r2d2", "acer") for sampler in ("u
     ("name", "sampler"), slow_but(QUICK, [(name, sampler) for name in RECIPES for sampler in samplers(name)])
 )
 def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, name, sampler):
-    train, composer = RECIPES[name]
     huber = [f"{name}.loss_function=smooth_l1"] * (sampler == "lap")
-    assert train(composer.configuration(f"sampler={sampler}", *huber), tmp_path) == DONE
-    table = rows(tmp_path)
+    table = RECIPES[name].run(tmp_path, f"sampler={sampler}", *huber)
     assert [int(row["env_steps"]) for row in table] == [32, 64, 96]
     if name != "acer":  # its numbers of updates are random, and its sampler that of slices
         assert [int(row["updates"]) for row in table] == [0, 4, 8]
@@ -48,8 +45,7 @@ def test_every_sampler_trains_and_leaves_its_files(tmp_path, capsys, name, sampl
     for row in table:
         returns = [float(value) for key, value in row.items() if key[7:].isdecimal()]
         assert float(row["return_mean"]) == pytest.approx(np.mean(returns))
-    files = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"}
-    assert {path.name for path in tmp_path.iterdir()} == files
+    assert {path.name for path in tmp_path.iterdir()} == FILES
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     best, last = max(float(row["return_mean"]) for row in table), float(table[-1]["return_mean"])
     printed = f"96 steps | best return {best:g}, last {last:g} | files in {tmp_path}"
@@ -69,22 +65,19 @@ def test_every_environment_trains(tmp_path, monkeypatch, name, env):
     if not installed(env):
         pytest.skip("needs an extra package")
     monkeypatch.chdir(tmp_path)  # MuJoCo writes its log there
-    train, composer = RECIPES[name]
     words = [f"{name}.num_evaluations=1", f"{name}.evaluation_episodes=1", "num_envs=2"]
-    assert train(composer.configuration(f"env={env}", *words), tmp_path / "run") == DONE
-    (row,) = rows(tmp_path / "run")
+    (row,) = RECIPES[name].run(tmp_path / "run", f"env={env}", *words)
     assert row["env_steps"] == "96" and ("q_sum" in row) == (env in ("threerooms", "tworooms"))
 
 
 @pytest.mark.parametrize("name", ["td3", "sac"])
 def test_random_actions_come_first(tmp_path, monkeypatch, name):
-    train, composer = RECIPES[name]
     module = importlib.import_module(f"recipes.{name}")
     shares, act = [], module.EpsilonRandom.__call__
     monkeypatch.setattr(
         module.EpsilonRandom, "__call__", lambda self, observed: shares.append(self.epsilon) or act(self, observed)
     )
-    assert train(composer.configuration("num_envs=2"), tmp_path) == DONE
+    RECIPES[name].run(tmp_path, "num_envs=2")
     assert shares == [1.0] * 16 + [0.0] * 32
 
 
@@ -108,10 +101,9 @@ def test_random_actions_come_first(tmp_path, monkeypatch, name):
 def test_the_compiled_update_learns_what_the_eager_one_does(tmp_path, monkeypatch, name, backend, words):
     """The same draws, and the same parameters but for rounding."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    train, composer = RECIPES[name]
-    tables = eager_and_compiled(train, composer.configuration, tmp_path, *words)
     results = [
-        [float(value) for row in table[1:] for key, value in row.items() if key.startswith("loss")] for table in tables
+        [float(value) for row in table[1:] for key, value in row.items() if key.startswith("loss")]
+        for table in eager_and_compiled(RECIPES[name], tmp_path, *words)
     ]
     assert results[0] and results[0] == pytest.approx(results[1], rel=2e-3, abs=1e-6)
 
@@ -126,8 +118,7 @@ from tests.recipes.runs import RECIPES
 
 torch.compile = partial(torch.compile, backend="eager")
 for words in (["dqn"], ["td3"], ["sac"], ["r2d2"], ["acer"], ["acer", "env=pendulum"]):
-    train, composer = RECIPES[words[0]]
-    assert train(composer.configuration("compile=true", *words[1:]), Path(sys.argv[1], *words)) == 0
+    RECIPES[words[0]].run(Path(sys.argv[1], *words), "compile=true", *words[1:])
 """
 
 

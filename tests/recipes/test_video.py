@@ -1,36 +1,23 @@
 """Videos of the evaluated agent, and the data that a logger's backend receives."""
 
 import os
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from recipes import dqn
 from recipes.common import evaluation, progress
-from recipes.common.cli import DONE
 from recipes.common.errors import ConfigError
-from tests.recipes.runs import Composer, rows, tiny
+from tests.recipes.runs import Recipe, tiny
 
-composer = Composer("dqn", tiny("dqn", total_steps=64, num_evaluations=2, evaluation_episodes=2, hidden_sizes=None))
-
-
-class Backend:
-    """A logger that keeps all data it receives."""
-
-    def __init__(self):
-        self.scalars, self.histograms = [], []
-
-    def log_scalar(self, name, value, step):
-        self.scalars.append((name, step))
-
-    def log_histogram(self, name, data, *, step, bins):
-        self.histograms.append((name, data, step))
+recipe = Recipe("dqn", tiny("dqn", total_steps=64, num_evaluations=2, evaluation_episodes=2, hidden_sizes=None))
 
 
 @pytest.fixture
 def backend(monkeypatch):
-    backend = Backend()
+    """A logger that notes the calls that it receives."""
+    backend = Mock()
     monkeypatch.setattr(progress, "get_logger", lambda name, **_: backend if name else None)
     return backend
 
@@ -38,10 +25,8 @@ def backend(monkeypatch):
 def test_videos_change_nothing_else(tmp_path, backend):
     tables = []
     for number, words in enumerate(([], ["video=true", "logger=tensorboard", "logger.csv=true"])):
-        run_dir = tmp_path / str(number)
-        run_dir.mkdir()
-        assert dqn.train(composer.configuration("dqn.evaluation_epsilon=0.1", *words), run_dir) == DONE
-        tables.append([{k: v for k, v in row.items() if k not in ("wall_time", "cpu_time")} for row in rows(run_dir)])
+        table = recipe.run(tmp_path / str(number), "dqn.evaluation_epsilon=0.1", *words)
+        tables.append([{k: v for k, v in row.items() if k not in ("wall_time", "cpu_time")} for row in table])
     assert tables[0] == tables[1]
     assert not (tmp_path / "0" / evaluation.VIDEOS).exists()
     assert sorted(os.listdir(tmp_path / "1" / evaluation.VIDEOS)) == ["step_32.gif", "step_64.gif"]
@@ -49,10 +34,14 @@ def test_videos_change_nothing_else(tmp_path, backend):
         assert image.size == (evaluation.WIDTH, 160) and image.n_frames > 2
         # CartPole has 50 steps in a second, every second one is shown; what does not change is one frame
         assert image.info["duration"] % 40 == 0
-    assert [(name, step) for name, _, step in backend.histograms] == [("sampler/probability", s) for s in (32, 64)]
-    assert ("sampler/alpha", 64) in backend.scalars and ("return_mean", 32) in backend.scalars
-    for _, relative, _ in backend.histograms:
-        assert np.mean(relative) == pytest.approx(1)
+    scalars, histograms = (
+        [(call.args[0], call.kwargs["step"]) for call in method.call_args_list]
+        for method in (backend.log_scalar, backend.log_histogram)
+    )
+    assert histograms == [("sampler/probability", 32), ("sampler/probability", 64)]
+    assert ("sampler/alpha", 64) in scalars and ("return_mean", 32) in scalars
+    for call in backend.log_histogram.call_args_list:
+        assert np.mean(call.args[1]) == pytest.approx(1)
 
 
 def test_what_cannot_be_rendered_is_a_config_error(tmp_path, monkeypatch):
@@ -61,7 +50,7 @@ def test_what_cannot_be_rendered_is_a_config_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "make_env", fails)
     with pytest.raises(ConfigError, match="video=true: CartPole-v1 cannot be rendered here: no display"):
-        dqn.train(composer.configuration("video=true"), tmp_path)
+        recipe.run(tmp_path, "video=true")
     assert not any(tmp_path.iterdir())
 
 
@@ -70,5 +59,5 @@ def test_a_full_disk_costs_a_video_only(tmp_path, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(evaluation.Camera, "record", fails)
-    assert dqn.train(composer.configuration("video=true"), tmp_path) == DONE
+    recipe.run(tmp_path, "video=true")
     assert "no video of step 32" in capsys.readouterr().err
