@@ -53,7 +53,7 @@ from recipes.common.collector import EpsilonRandom
 from recipes.common.config import EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.networks import make_network, on_arrays, to_tensor
-from recipes.common.replay import loss_keys
+from recipes.common.replay import set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, DQNConfig, DQNRun
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
@@ -71,8 +71,7 @@ def make_loss(dqn: DQNConfig, actor: QValueActor) -> tuple[DQNLoss, TargetNetUpd
         action_space="categorical",
         reduction="mean" if dqn.cagrad is None else "none",
     )
-    loss_module.set_keys(**loss_keys(dqn.n_step))
-    loss_module.make_value_estimator(gamma=dqn.gamma, device=next(loss_module.parameters()).device)
+    set_targets(loss_module, dqn)
     if dqn.tau is not None:
         return loss_module, SoftUpdate(loss_module, tau=dqn.tau)
     return loss_module, HardUpdate(loss_module, value_network_update_interval=0)  # each step copies
@@ -216,7 +215,7 @@ def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
             if dqn.copies_due(run.env_steps, run.collector.steps_of_batch):
                 target.step()
             if cagrad is not None:
-                cagrad.fill_(dqn.cagrad_after(run.updates))
+                cagrad.fill_(dqn.cagrad_after(run.counters.updates))
             learn(data)  # writes the batch; updates begin after dqn.learning_starts
             run.end_round()
     return run.exit_code

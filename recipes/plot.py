@@ -33,11 +33,10 @@ from pathlib import Path
 import numpy as np
 
 from recipes.common.cli import BAD_CONFIG
-from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, read_run, read_table
+from recipes.common.curves import RETURN, SAMPLER, Curve, draw_runs, median_with_bound, read_run, read_table
 from recipes.common.errors import ConfigError
 from recipes.common.figures import files_of, save
 from recipes.common.files import PROGRESS, markdown, steps_to_reach
-from recipes.common.intervals import median_with_bound
 from recipes.common.report import report, study_directory
 
 IN_A_ROW = 3

@@ -46,7 +46,7 @@ from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, loss_keys
+from recipes.common.replay import actor_batches, set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, SACConfig, SACRun
 from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
@@ -82,8 +82,7 @@ def make_loss(
         alpha_init=sac.initial_alpha,
         target_entropy=sac.target_entropy,
     )
-    loss_module.set_keys(**loss_keys(sac.n_step))
-    loss_module.make_value_estimator(gamma=sac.gamma, device=device)
+    set_targets(loss_module, sac)
     _ = loss_module.target_entropy  # created at its first use, which must not happen in a graph
     return policy, loss_module
 

@@ -46,7 +46,7 @@ from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, loss_keys
+from recipes.common.replay import actor_batches, set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import THETA, DistributedRun, TD3Config, TD3Run
 from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
@@ -100,8 +100,7 @@ def make_loss(
         noise_clip=td3.noise_clip,
         loss_function=td3.loss_function,
     )
-    loss_module.set_keys(**loss_keys(td3.n_step))
-    loss_module.make_value_estimator(gamma=td3.gamma, device=device)
+    set_targets(loss_module, td3)
     return policy, loss_module
 
 

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser, options = parse(arguments)
     import torch
 
-    from recipes.benchmark import compile, replay, results, timing, training, updates
+    from recipes.benchmark import buffers, compile, replay, results, timing, training, updates
     from recipes.common.errors import ConfigError
     from recipes.common.run import find_device
 
@@ -113,9 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, OSError) as error:
         parser.error(f"{error}")
+    contenders = buffers.contenders(options.device)
     known = {
-        "extend": (replay.extend_names(options.device), replay.measure_extend),
-        "cycle": (replay.cycle_names(options.device), replay.measure_cycle),
+        "extend": ([name for name, (_, mode) in contenders.items() if mode == buffers.EAGER], replay.measure_extend),
+        "cycle": ([*contenders, *(replay.PEERS if options.device.type == "cpu" else ())], replay.measure_cycle),
         "updates": ([*updates.contenders(options.device)], updates.measure_updates),
         "compile": (compile.NAMES, compile.measure_compile),
         "training": (list(training.LOOPS), training.measure_training),
@@ -134,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the libraries
             for measurement in options.measurements:
-                contenders, function = known[measurement]
-                rows += function([name for name in contenders if name.startswith(tuple(options.only))], options)
+                able, function = known[measurement]
+                rows += function([name for name in able if name.startswith(tuple(options.only))], options)
     except KeyboardInterrupt:
         print(f"{measurement} was interrupted; its numbers are lost.")
         exit_code = INTERRUPTED

@@ -98,14 +98,10 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def samplers(device: torch.device) -> list[str]:
-    """The names of the samplers that run on the device."""
-    return [name for name in SAMPLERS if device.type == "cuda" or not name.endswith("CUDA trees")]
-
-
 def contenders(device: torch.device) -> dict[str, tuple[str, str]]:
     """The samplers that run on the device with the ways to run them, by the names in the tables."""
-    return {contender(mode, name): (name, mode) for name in samplers(device) for mode in modes(name, device)}
+    names = [name for name in SAMPLERS if device.type == "cuda" or not name.endswith("CUDA trees")]
+    return {contender(mode, name): (name, mode) for name in names for mode in modes(name, device)}
 
 
 def has_priorities(name: str) -> bool:

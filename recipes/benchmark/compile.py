@@ -15,12 +15,10 @@ from argparse import Namespace
 from tempfile import TemporaryDirectory
 
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
 from tqdm import tqdm
 
 from recipes.benchmark.buffers import OURS, SAMPLERS, Stream, full_buffer, has_priorities, td_errors, transitions
-from recipes.benchmark.replay import make_cycle
+from recipes.benchmark.replay import make_cycle, written
 from recipes.benchmark.results import Row
 from recipes.benchmark.timing import require_time, skipping
 from torchrl_replay_ext import compile_step
@@ -35,14 +33,7 @@ def first_call(name: str, capacity: int, batch_size: int) -> float:
     torch.set_num_threads(1)
     buffer = full_buffer(name, OURS, transitions(capacity))
     stream, in_graph = Stream(), getattr(buffer.sampler, "writes_in_graphs", True)
-
-    cycle = make_cycle(buffer, batch_size, updates=has_priorities(name))
-
-    def step(rows: TensorDictBase | None, td_error: Tensor) -> object:
-        if rows is not None:
-            buffer.extend(rows)
-        return cycle(td_error)
-
+    step = written(buffer, make_cycle(buffer, batch_size, updates=has_priorities(name)))
     with torch.no_grad():
         step(stream.take(WRITTEN), td_errors(batch_size))
         rows, td_error, compiled = stream.take(WRITTEN), td_errors(batch_size), compile_step(step)

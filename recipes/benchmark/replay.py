@@ -10,7 +10,7 @@ from importlib import import_module
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import TensorDictReplayBuffer
 from tqdm import tqdm
@@ -68,16 +68,6 @@ def stable_baselines3_uniform(data: TensorDict) -> Cycle:
 PEERS = {"cpprb PER": cpprb_per, "stable-baselines3 uniform": stable_baselines3_uniform}
 
 
-def extend_names(device: torch.device) -> list[str]:
-    """The contenders of the writes."""
-    return [name for name in buffers.samplers(device) if name != "uniform"]
-
-
-def cycle_names(device: torch.device) -> list[str]:
-    """The contenders of the cycles."""
-    return [*buffers.contenders(device), *(PEERS if device.type == "cpu" else ())]
-
-
 def make_cycle(
     buffer: TensorDictReplayBuffer, batch_size: int, *, updates: bool, cudagraphs: bool | None = None
 ) -> Callable[[Tensor], object]:
@@ -101,6 +91,17 @@ def make_cycle(
     return torch.no_grad()(step)
 
 
+def written(buffer: TensorDictReplayBuffer, cycle: Callable[[Tensor], object]) -> Callable[..., object]:
+    """The cycle after a write, as a function of the rows and the TD errors; without a write if the rows are None."""
+
+    def step(rows: TensorDictBase | None, td_error: Tensor) -> object:
+        if rows is not None:
+            buffer.extend(rows)
+        return cycle(td_error)
+
+    return step
+
+
 def writes(name: str, data: TensorDict) -> Iterable[Case]:
     """The writes to TorchRL's buffer with a sampler."""
     buffer, stream = buffers.full_buffer(name, buffers.EAGER, data), buffers.Stream()
@@ -122,20 +123,16 @@ def cycles(label: str, name: str, mode: str, data: TensorDict, batch_sizes: list
         step = make_cycle(buffer, size, updates=buffers.has_priorities(name), cudagraphs=cudagraphs)
         yield Case(row, step, lambda size=size: (buffers.td_errors(size, device),), compiled=compiled)
         if device.type == "cuda" and mode == buffers.EAGER:
-            yield written_cycle(buffer, step, replace(row, case="after a write of 64", written=64), device)
-
-
-def written_cycle(
-    buffer: TensorDictReplayBuffer, cycle: Callable[[Tensor], object], row: Row, device: torch.device
-) -> Case:
-    """A write and a cycle, timed together."""
-    stream = buffers.Stream()
-
-    def step(data: TensorDict, td_error: Tensor) -> None:
-        buffer.extend(data)
-        cycle(td_error)
-
-    return Case(row, step, lambda: (stream.take(row.written).to(device), buffers.td_errors(row.batch_size, device)))
+            row, stream, step = (
+                replace(row, case="after a write of 64", written=64),
+                buffers.Stream(),
+                written(buffer, step),
+            )
+            yield Case(
+                row,
+                step,
+                lambda size=size, stream=stream: (stream.take(64).to(device), buffers.td_errors(size, device)),
+            )
 
 
 def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable[Case]:
@@ -148,7 +145,7 @@ def peer_cycles(name: str, data: TensorDict, batch_sizes: list[int]) -> Iterable
 
 
 def measure_extend(names: list[str], options: Namespace) -> list[Row]:
-    """Measure the writes, eager, to TorchRL's buffers. `names`: see extend_names."""
+    """Measure the writes, eager, to TorchRL's buffers. `names`: of samplers."""
     rows = []
     for capacity in options.capacities:
         data, cases = buffers.transitions(capacity), []
@@ -160,7 +157,7 @@ def measure_extend(names: list[str], options: Namespace) -> list[Row]:
 
 
 def measure_cycle(names: list[str], options: Namespace) -> list[Row]:
-    """Measure the cycles; the compiled ones at the largest capacity. `names`: see cycle_names."""
+    """Measure the cycles; the compiled ones at the largest capacity. `names`: of contenders."""
     rows, device, sizes = [], options.device, options.batch_sizes
     for capacity in options.capacities:
         data, cases = buffers.transitions(capacity).to(device), []

@@ -40,18 +40,15 @@ class EpsilonRandom:
 
     def __call__(self, observations: np.ndarray) -> np.ndarray:
         """The actions for ``observations``."""
-        count = len(observations)
+        count, space = len(observations), self.space
         random = self._rng.random(count) < self.epsilon
-        action = self._random_actions(count)
+        if isinstance(space, Discrete):
+            action = self._rng.integers(int(space.n), size=count)
+        else:
+            action = self._rng.uniform(space.low, space.high, size=(count, *space.shape)).astype(np.float32)
         if random.all():
             return action
         return np.where(random.reshape(-1, *[1] * (action.ndim - 1)), action, self._policy(observations))
-
-    def _random_actions(self, count: int) -> np.ndarray:
-        space = self.space
-        if isinstance(space, Discrete):
-            return self._rng.integers(int(space.n), size=count)
-        return self._rng.uniform(space.low, space.high, size=(count, *space.shape)).astype(np.float32)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the generator of random actions."""

@@ -2,7 +2,6 @@
 
 import math
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -168,10 +167,11 @@ class LoggerConfig:
 
 
 @dataclass
-class LearningConfig(Checked, ABC):
+class LearningConfig(Checked):
     """Hyperparameters of every recipe; the comments of recipes/conf/<recipe>/*.yaml explain them.
 
-    One step is one step of one environment.
+    One step is one step of one environment. Subclasses have a method `num_updates`, the number of gradient updates in a
+    whole run.
     """
 
     n_step = 1  # not a field: most recipes let the user choose it, see FixedRoundsConfig
@@ -198,10 +198,6 @@ class LearningConfig(Checked, ABC):
     def num_rounds(self) -> int:
         """Number of rounds of updates in a whole run."""
         return math.ceil(self.total_steps / self.train_interval) - self.learning_starts // self.train_interval
-
-    @abstractmethod
-    def num_updates(self) -> int:
-        """Number of gradient updates in a whole run."""
 
     def evaluations_due(self, step: int) -> int:
         """Number of evaluations due after `step` steps. They are evenly spaced; the last one is after total_steps."""

@@ -1,9 +1,14 @@
-"""Learning curves: reads the evaluations of runs, and draws them. Does not import torch."""
+"""Learning curves: reads the evaluations of runs, and draws them. Does not import torch.
 
+Also means over seeds with their 95 % bootstrap intervals, and rank correlations.
+"""
+
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -11,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
+from scipy.stats import bootstrap, spearmanr
 
 from recipes.common import figures
 from recipes.common.errors import ConfigError
 from recipes.common.files import CONFIG, PROGRESS, load_config, read_csv, was_stopped
-from recipes.common.intervals import bootstrap_interval, interquartile_mean
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)
@@ -23,6 +28,68 @@ _NAMED = (*SAMPLER, "variant")  # keys whose values name a group of runs without
 KEYS = ("env", "seed", "env_steps")  # columns of a CSV with the evaluations of many runs
 BAND = {"alpha": 0.16, "linewidth": 0}
 MARKERS = 8  # about so many on a line
+RESAMPLES = 1000
+FEW = 5
+# Resamples that are in memory at the same time.
+AT_ONCE = 100
+
+# Maps values [n, ...] to a statistic over axis 0, such as their mean. Resamples are side by side, [n, ..., resamples].
+Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Mean of the middle half over axis 0; with fewer than 4 values, the mean."""
+    cut = len(values) // 4  # scipy's trim_mean gives the same and takes 25 times as long
+    return np.sort(values, axis=0)[cut : len(values) - cut].mean(axis=0)
+
+
+def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_mean) -> tuple[np.ndarray, np.ndarray]:
+    """95 % bootstrap interval of a statistic; resamples axis 0 of `values` [n, ...].
+
+    Percentiles of the resamples; with few values, FEW or less, those of BCa (Efron 1987), since plain percentiles are
+    too narrow. Where BCa is undefined, as for equal values, they stay as they are.
+    """
+
+    def ends(method: str) -> np.ndarray:
+        options = {"n_resamples": RESAMPLES, "batch": AT_ONCE, "rng": np.random.default_rng(0)}
+        return np.array(bootstrap((values,), over, axis=0, method=method, **options).confidence_interval)
+
+    def over(sample: np.ndarray, axis: int) -> np.ndarray | np.floating:
+        return statistic(np.moveaxis(sample, axis, 0))
+
+    if len(values) == 1:
+        return np.asarray(statistic(values)), np.asarray(statistic(values))
+    found = ends("percentile")
+    if len(values) <= FEW:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            corrected = ends("BCa")
+        found = np.where(np.isnan(corrected), found, corrected)
+    return found[0], found[1]
+
+
+def median_of(values: np.ndarray) -> np.ndarray:
+    """Median over axis 0."""
+    return np.median(values, axis=0)
+
+
+def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, bool]:
+    """The median of steps [n], and whether it is only a lower bound because runs were `censored` [n]."""
+    median = float(np.median(steps))
+    return median, bool(median != np.median(np.where(censored, np.inf, steps)))
+
+
+def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
+    """Mean of the second column of `pairs` [n, 2, ...], divided by the mean of the first."""
+    return pairs[:, 1].mean(0) / pairs[:, 0].mean(0)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """The rank correlation (Spearman); NaN if one of them is constant."""
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return float("nan")
+    found: Any = spearmanr(a, b)
+    return float(found.statistic)
 
 
 @dataclass
@@ -197,8 +264,3 @@ def draw_runs(runs: Sequence[Curve], columns: Sequence[str] = (RETURN,), window:
     groups = [group for groups in by_env.values() for group in groups.values()]
     figures.explain(figure, entries, curve_note(groups, window))
     return figure
-
-
-def plot_runs(run_dirs: Sequence[Path], out: Path) -> None:
-    """Draw the mean returns of runs into the PNG or SVG `out`."""
-    figures.save(draw_runs([read_run(run_dir) for run_dir in run_dirs]), out)

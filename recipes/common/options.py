@@ -121,7 +121,9 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
     # in recipes.distributed, algorithm= chooses the group of hyperparameters
     algorithm = chosen.get("algorithm", RECIPES.get(recipe))
-    parts = [_docstring(recipe), "Groups of options, with their default choices; --help env=<choice> shows another:"]
+    # parsing instead of importing avoids the import of torch
+    docstring = ast.get_docstring(ast.parse((CONF.parent / f"{recipe}.py").read_text())) or ""
+    parts = [docstring, "Groups of options, with their default choices; --help env=<choice> shows another:"]
     for group, choice in chosen.items():
         if group != algorithm:
             names = environments(algorithm) if group == "env" and algorithm else choices_of(group)
@@ -183,11 +185,6 @@ def _comments(path: Path) -> dict[str, str]:
     parent = re.search(r"^defaults:(?: \[|\n  - )(\w+)\b(?!:)", text, re.MULTILINE)
     before = _comments(path.with_stem(parent[1])) if parent and parent[1] != path.stem else {}
     return before | dict(re.findall(r"^(\w+):.*? # (.*)$", text, re.MULTILINE))
-
-
-def _docstring(recipe: str) -> str:
-    """The docstring of the recipe's module. Parsing instead of importing avoids the import of torch."""
-    return ast.get_docstring(ast.parse((CONF.parent / f"{recipe.replace('.', '/')}.py").read_text())) or ""
 
 
 def _table(rows: Iterable[Row]) -> list[str]:

@@ -28,14 +28,6 @@ def highest_so_far(run: Curve) -> np.ndarray:
     return np.fmax.accumulate(run.values[run.column])
 
 
-def random_score(env: str) -> float:
-    """The score of random actions in an environment ``atari/<game>``. ConfigError if it is not known."""
-    score, _ = GAMES.get(env.removeprefix("atari/"), (None, None))
-    if score is None:
-        raise ConfigError(f"study.peaks: the score of random actions in {env} is not known; choose other games")
-    return score
-
-
 @dataclass
 class Peaks:
     """The peak scores of several games.
@@ -58,7 +50,10 @@ class Peaks:
         self.ends: dict[str, tuple[float, float]] = {}
         for env in self.games:
             highest = max(highest_so_far(run)[-1] for runs in self.runs[env].values() for run in runs)
-            self.ends[env] = random_score(env), float(highest)
+            random, _ = GAMES.get(env.removeprefix("atari/"), (None, None))
+            if random is None:
+                raise ConfigError(f"study.peaks: the score of random actions in {env} is not known; choose other games")
+            self.ends[env] = random, float(highest)
 
     def peak(self, env: str, variant: str) -> float:
         """The mean over seeds of the peaks in a game."""

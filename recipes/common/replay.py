@@ -16,10 +16,11 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.objectives import LossModule
 
 import torchrl_replay_ext as ext
 from recipes.common.collector import TERMINATED
-from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, RunConfig, ends
+from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, LearningConfig, RunConfig, ends
 from recipes.common.errors import ConfigError, did_you_mean
 from torchrl_replay_ext.sharding.shard import stored_slots
 
@@ -39,9 +40,11 @@ PRIORITIZED = tuple({*SAMPLERS.values()} - {RandomSampler, ext.RecencySampler})
 FLAGS = ("next", "events")
 
 
-def loss_keys(n_step: int) -> dict[str, str]:
-    """The keys that differ from the loss's own: with n steps, whether the last of them terminated the episode."""
-    return {"terminated": TERMINATED} if n_step > 1 else {}
+def set_targets(loss_module: LossModule, learning: LearningConfig) -> None:
+    """Set γ of a loss on its device, and the key that n-step transitions need: whether the last step terminated."""
+    if learning.n_step > 1:
+        loss_module.set_keys(terminated=TERMINATED)
+    loss_module.make_value_estimator(gamma=learning.gamma, device=next(loss_module.parameters()).device)
 
 
 def shares_frames(config: RunConfig) -> bool:

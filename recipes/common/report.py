@@ -15,7 +15,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.common import figures, intervals
+from recipes.common import curves, figures
 from recipes.common.cli import parse_config
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
@@ -80,13 +80,13 @@ def read_study(out: Path) -> Study:
             raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
     config, rows = parse_config(load_config(out / STUDY), StudyConfig), read_rows(out / RUNS)
     columns = (config.column, *config.also)
-    curves = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
+    every = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
     found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
     for row in rows:
         threshold, reached = (float(row[key]) if row[key] else None for key in ("threshold", "reached"))
         stopped = threshold is not None and reaches(float(row["last"]), threshold)
         own = {"threshold": threshold, "reached": reached, "stopped": stopped, "column": config.column}
-        curve = curves[row["env"], row["variant"], int(row["seed"])]
+        curve = every[row["env"], row["variant"], int(row["seed"])]
         found[row["env"], row["variant"]].append(replace(curve, **own))
     runs = {env: {name: found[env, name] for name in config.variants if found[env, name]} for env in config.envs}
     return Study(config, rows, {env: variants for env, variants in runs.items() if variants})
@@ -107,20 +107,20 @@ def study_directory(name: str) -> Path:
     raise ConfigError(f"study={name}: no finished runs there, in {own} or in the published results{hint}")
 
 
-def with_interval(values: np.ndarray, statistic: intervals.Statistic, form: str) -> str:
+def with_interval(values: np.ndarray, statistic: curves.Statistic, form: str) -> str:
     """The text of a statistic over seeds [seeds, ...] with its 95 % bootstrap interval."""
-    low, high = intervals.bootstrap_interval(values, statistic)
+    low, high = curves.bootstrap_interval(values, statistic)
     return f"{form} [{form}, {form}]".format(statistic(values), low, high)
 
 
 def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
     """The text of the median of steps [n] with its interval; "≥" marks numbers that censored runs make lower bounds."""
-    median, bounded = intervals.median_with_bound(steps, censored)
+    median, bounded = curves.median_with_bound(steps, censored)
     if censored.all():
         return f"≥ {median:,.0f}"
-    ends = intervals.bootstrap_interval(steps, intervals.median_of)
+    ends = curves.bootstrap_interval(steps, curves.median_of)
     # An end depends on censored runs if it moves when these runs are longer.
-    longer = intervals.bootstrap_interval(np.where(censored, 2 * steps, steps), intervals.median_of)
+    longer = curves.bootstrap_interval(np.where(censored, 2 * steps, steps), curves.median_of)
     low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
     return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
 
@@ -143,8 +143,8 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
     if censored[:, 1].all():
-        return f"{sign}{intervals.ratio_of_means(pairs):.2f}"
-    return sign + with_interval(pairs, intervals.ratio_of_means, "{:.2f}")
+        return f"{sign}{curves.ratio_of_means(pairs):.2f}"
+    return sign + with_interval(pairs, curves.ratio_of_means, "{:.2f}")
 
 
 def result_of(study: Study, env: str, variant: str) -> list[str]:
@@ -179,7 +179,7 @@ def last_evaluations(study: Study, env: str, variant: str, column: str) -> tuple
     pairs, difference = study.pairs(env, variant, of), ""
     if variant != study.config.baseline and len(pairs):
         difference = with_interval(pairs, mean_difference, form)
-    return with_interval(study.values(env, variant, of), intervals.interquartile_mean, form), difference
+    return with_interval(study.values(env, variant, of), curves.interquartile_mean, form), difference
 
 
 def caption(config: StudyConfig) -> str:
@@ -192,7 +192,7 @@ def caption(config: StudyConfig) -> str:
         "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
         f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
         "seed. In brackets: 95 % bootstrap intervals over seeds, BCa for "
-        f"{intervals.FEW} seeds or fewer; beside a bound, the interval of the bound."
+        f"{curves.FEW} seeds or fewer; beside a bound, the interval of the bound."
     )
 
 
@@ -278,8 +278,8 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
             entries["run that did not reach the threshold"] = grey("x")
-        low, high = intervals.bootstrap_interval(steps, intervals.median_of)
-        median, bounded = intervals.median_with_bound(steps, censored)
+        low, high = curves.bootstrap_interval(steps, curves.median_of)
+        median, bounded = curves.median_with_bound(steps, censored)
         if bounded:
             marker = ">"
             entries["lower bound of a median"] = grey(marker)

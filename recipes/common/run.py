@@ -26,9 +26,10 @@ from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.curves import plot_runs
+from recipes.common.curves import draw_runs, read_run
 from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Camera, Evaluation, Policy, Value
+from recipes.common.figures import save
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
@@ -185,9 +186,9 @@ class Run:
             )
         self.collector, self._replay, self._policy = collector, replay, policy
         self._epsilon, self._value, self._loss_names, self._columns = epsilon, value, losses, columns
-        self._batches, self._counters, self._losses = iter(collector), Counters(), Means()
+        self._batches, self.counters, self._losses = iter(collector), Counters(), Means()
         # the attributes of the counters themselves: loading a checkpoint sets them
-        own = {"losses": self._losses, "counters": vars(self._counters), "global_rng": GlobalRNGState()}
+        own = {"losses": self._losses, "counters": vars(self.counters), "global_rng": GlobalRNGState()}
         self._state = {**state, "replay": replay, "collector": collector, **own}
         if config.resume is not None:
             load_checkpoint(self._run_dir, self.device, **self._state)
@@ -197,18 +198,13 @@ class Run:
                     end_last_episodes(replay, config.num_envs, lost)
                 text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
                 warn(f"{text}; they start new episodes")
-        self._previous_steps = self._counters.env_steps
+        self._previous_steps = self.counters.env_steps
         self._camera = Camera(config.env, self._run_dir) if config.video else None
-
-    @property
-    def updates(self) -> int:
-        """Updates so far."""
-        return self._counters.updates
 
     @property
     def env_steps(self) -> int:
         """Number of environment steps so far."""
-        return self._counters.env_steps
+        return self.counters.env_steps
 
     def __enter__(self) -> "Run":
         config, run_dir = self.config, self._run_dir
@@ -223,8 +219,8 @@ class Run:
                 save_config(config, run_dir)
             except OSError as error:
                 raise ConfigError(f"{run_dir}: {reason(error)}") from error
-            self._started = time.time() - self._counters.wall_time
-            self._cpu_started = time.process_time() - self._counters.cpu_time
+            self._started = time.time() - self.counters.wall_time
+            self._cpu_started = time.process_time() - self.counters.cpu_time
             self._interrupted = opened.enter_context(interruption())
             name, total = f"{config.env.name} {config.sampler['name']} seed {config.seed}", config.learning.total_steps
             bar = tqdm(desc=name, total=total, initial=min(self.env_steps, total), unit="step", mininterval=0.5)
@@ -234,7 +230,7 @@ class Run:
         return self
 
     def _finished(self) -> bool:
-        solved = self._counters.reached_at is not None and self.config.stop_at_threshold
+        solved = self.counters.reached_at is not None and self.config.stop_at_threshold
         return solved or self.env_steps >= self.config.learning.total_steps
 
     def continues(self) -> bool:
@@ -245,25 +241,25 @@ class Run:
         """Collect a batch of ``train_interval`` transitions, and count its steps. None: it is in the buffer already."""
         batch = next(self._batches)
         self._previous_steps = self.env_steps
-        self._counters.env_steps += self.collector.steps_of_batch
+        self.counters.env_steps += self.collector.steps_of_batch
         return batch
 
     def log_losses(self, losses: Mapping[str, Tensor]) -> None:
         """Count and log updates; `losses` are tensors [updates] by name, as an update returns them."""
         self._losses.add(losses)
-        self._counters.updates += max(map(len, losses.values()))
+        self.counters.updates += max(map(len, losses.values()))
 
     def end_round(self) -> None:
         """Evaluate and save a checkpoint, if they are due, and move the progress bar."""
         learning, interval, steps = self.config.learning, self.config.checkpoint_interval, self.env_steps
-        if learning.evaluations_due(steps) > self._counters.evaluations:
+        if learning.evaluations_due(steps) > self.counters.evaluations:
             self._evaluate()
         self._bar.update(min(steps, learning.total_steps) - self._bar.n)
         if interval is not None and steps // interval > self._previous_steps // interval:
             self._save()
 
     def _evaluate(self) -> None:
-        config, counters = self.config, self._counters
+        config, counters = self.config, self.counters
         counters.evaluations = config.learning.evaluations_due(self.env_steps)
         seed = [config.seed, counters.evaluations]
         row = {
@@ -303,8 +299,8 @@ class Run:
             counters.reached_at = self.env_steps
 
     def _save(self) -> bool:
-        self._counters.wall_time = time.time() - self._started
-        self._counters.cpu_time = time.process_time() - self._cpu_started
+        self.counters.wall_time = time.time() - self._started
+        self.counters.cpu_time = time.process_time() - self._cpu_started
         try:
             self._progress.flush()
             save_checkpoint(self._run_dir, **self._state)
@@ -328,12 +324,12 @@ class Run:
 
     def _conclude(self, lost: LostProcess | None, *, saved: bool) -> int:
         """Draw the learning curve, print the last lines of the run and return the exit code."""
-        run_dir, steps, counters = self._run_dir, self.env_steps, self._counters
+        run_dir, steps, counters = self._run_dir, self.env_steps, self.counters
         resumable = (run_dir / CHECKPOINT).is_file()
         way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
         if self.config.logger.csv and counters.last_return is not None:
             try:
-                plot_runs([run_dir], run_dir / CURVE)
+                save(draw_runs([read_run(run_dir)]), run_dir / CURVE)
             except OSError as error:
                 warn(f"{run_dir / CURVE}: {reason(error)}; draw it by python -m recipes.plot {run_dir}")
         problems = [str(lost)] * (lost is not None) + ["the final checkpoint could not be saved"] * (not saved)

@@ -2,17 +2,16 @@
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import GOAL, GREEN, METADATA, check_action, draw
+from recipes.envs.grid import GOAL, GREEN, World, draw
 
 _DOWN = 1
 _MOVE_COST = 0.01
 
 
-class DeepSea(gymnasium.Env):
+class DeepSea(World):
     """An agent starts at the top left of a grid and falls by one row per step, to the left or to the right.
 
     An episode has `size` steps and ends below the bottom row. A step to the right costs 0.01 / size, a step to the left
@@ -31,7 +30,6 @@ class DeepSea(gymnasium.Env):
         ValueError: if an argument is invalid.
     """
 
-    metadata = METADATA
     EVENTS = ("treasure",)
 
     def __init__(self, size: int = 10, mapping_seed: int = 0, render_mode: str | None = None):
@@ -58,7 +56,7 @@ class DeepSea(gymnasium.Env):
     def step(self, action: int):
         """Fall by one row, to the left or to the right."""
         size, (row, column) = self._size, self.cell
-        check_action(action, 2)
+        self.check_action(action)
         goes_right = bool(action == self.right_actions[row, column])
         # The last column is reached in the bottom row at the earliest.
         treasure = goes_right and column == size - 1
@@ -67,10 +65,8 @@ class DeepSea(gymnasium.Env):
         self.cell = row, column
         return self._observations[row * size + column].copy(), reward, row == size, False, {"treasure": treasure}
 
-    def render(self) -> np.ndarray | None:
-        """The image of the grid; None without a render mode. At the end of an episode, the agent is at the bottom."""
-        if self.render_mode is None:
-            return None
+    def image(self) -> np.ndarray:
+        """The image of the grid. At the end of an episode, the agent is at the bottom."""
         size, (row, column) = self._size, self.cell
         cells = np.zeros((size, size, 3), dtype=np.int64)
         cells[-1, -1] = GOAL, GREEN, 0

@@ -4,11 +4,13 @@ Coordinates, directions and colours are those of MiniGrid: x increases to the ri
 faces right, down, left, up. A cell is a triple (category, colour, door state).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
+from gymnasium.spaces import Discrete
 
 DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
 """θ -> (dx, dy)."""
@@ -27,24 +29,34 @@ OPEN, LOCKED = range(2)
 
 RGB = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (112, 39, 195), (255, 255, 0), (100, 100, 100)], dtype=np.uint8)
 
-METADATA = {"render_modes": ["rgb_array"], "render_fps": 10}
-
 _ORANGE = np.array((255, 128, 0), dtype=np.uint8)
 _TILE = 16
 
 
-def check_choice(owner: Any, name: str, value: Any, allowed: Iterable) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    allowed = tuple(allowed)
-    if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{type(owner).__name__}({name}={value!r}): must be one of {choices}")
+class World(gymnasium.Env):
+    """An environment with discrete actions that can be drawn."""
 
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 10}
+    action_space: Discrete
 
-def check_action(action: Any, num_actions: int) -> None:
-    """Raise ValueError unless `action` is in [0, num_actions)."""
-    if not 0 <= action < num_actions:
-        raise ValueError(f"step({action!r}): the action must be in [0, {num_actions})")
+    def render(self) -> np.ndarray | None:
+        """The image of the world; None without a render mode."""
+        return None if self.render_mode is None else self.image()
+
+    def image(self) -> np.ndarray:
+        """The image of the world, uint8 [height, width, 3]."""
+        raise NotImplementedError
+
+    def check_choice(self, name: str, value: Any, allowed: Sequence) -> None:
+        """Raise ValueError unless `value` is one of `allowed`."""
+        if value not in allowed:
+            choices = ", ".join(map(repr, allowed))
+            raise ValueError(f"{type(self).__name__}({name}={value!r}): must be one of {choices}")
+
+    def check_action(self, action: Any) -> None:
+        """Raise ValueError unless `action` is an action of the world."""
+        if not 0 <= action < self.action_space.n:
+            raise ValueError(f"step({action!r}): the action must be in [0, {self.action_space.n})")
 
 
 def draw(cells: np.ndarray, x: int, y: int, direction: int) -> np.ndarray:

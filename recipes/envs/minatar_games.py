@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import METADATA, RGB, check_action, check_choice
+from recipes.envs.grid import RGB, World
 
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 
 _PIXELS = 16  # width of a drawn cell
 
 
-class MinAtar(gymnasium.Env):
+class MinAtar(World):
     """A game of MinAtar: 10 x 10 cells with a channel for each kind of object.
 
     Observations are uint8 [channels, 10, 10] with 255 where there is an object, so networks that scale images to [0, 1]
@@ -31,8 +30,6 @@ class MinAtar(gymnasium.Env):
         ImportError: if MinAtar is not installed.
     """
 
-    metadata = METADATA
-
     def __init__(
         self,
         game: str = "breakout",
@@ -40,7 +37,7 @@ class MinAtar(gymnasium.Env):
         difficulty_ramping: bool = True,
         render_mode: str | None = None,
     ):
-        check_choice(self, "game", game, GAMES)
+        self.check_choice("game", game, GAMES)
         try:
             from minatar import Environment
         except ImportError as error:
@@ -62,14 +59,12 @@ class MinAtar(gymnasium.Env):
 
     def step(self, action: int):
         """Play one frame."""
-        check_action(action, len(self._actions))
+        self.check_action(action)
         reward, over = self._game.act(self._actions[action])
         return self._observe(), float(reward), bool(over), False, {}
 
-    def render(self) -> np.ndarray | None:
-        """The image of the cells, a colour per channel; None without a render mode."""
-        if self.render_mode is None:
-            return None
+    def image(self) -> np.ndarray:
+        """The image of the cells, a colour per channel."""
         cells = self._game.state()
         image = np.zeros((*cells.shape[:2], 3), dtype=np.uint8)
         for channel in range(cells.shape[2]):

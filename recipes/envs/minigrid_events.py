@@ -41,27 +41,26 @@ class MiniGridEvents(gymnasium.Wrapper):
     def step(self, action: int):
         """Step the environment; events are found by comparing the states before and after."""
         world = self._world
-        had_key, open_doors = self._has_key(), self._open_doors()
+        before = self._holdings()
         observation, reward, terminated, truncated, info = self.env.step(action)
         position = tuple(int(i) for i in world.agent_pos)
         cell = world.grid.get(*position)
         here = None if cell is None else cell.type
-        gap = getattr(world, "gap_pos", None)
+        gap, (has_key, open_doors) = getattr(world, "gap_pos", None), self._holdings()
         events = {
-            "pickup_key": self._has_key() and not had_key,
-            "door_opened": self._open_doors() > open_doors,
+            "pickup_key": has_key > before[0],
+            "door_opened": open_doors > before[1],
             "at_gap": gap is not None and position == tuple(gap),
             "at_lava": here == "lava",
             "done": here == "goal",
         }
         return self._flatten(observation), float(reward), terminated, truncated, info | events
 
-    def _has_key(self) -> bool:
-        carried = self._world.carrying
-        return carried is not None and carried.type == "key"
-
-    def _open_doors(self) -> int:
-        return sum(cell is not None and cell.type == "door" and cell.is_open for cell in self._world.grid.grid)
+    def _holdings(self) -> tuple[bool, int]:
+        """Whether the agent carries a key, and the number of open doors."""
+        carried, cells = self._world.carrying, self._world.grid.grid
+        doors = sum(cell is not None and cell.type == "door" and cell.is_open for cell in cells)
+        return carried is not None and carried.type == "key", doors
 
     def _flatten(self, observation: dict[str, Any]) -> np.ndarray:
         carried, carrying = self._world.carrying, [0.0, -1.0, -1.0]

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
@@ -25,7 +24,7 @@ _AHEAD, _ASIDE = np.mgrid[_VIEW - 1 : -1 : -1, -(_VIEW // 2) : _VIEW // 2 + 1]
 _OFFSETS = [(_AHEAD * dy + _ASIDE * dx, _AHEAD * dx - _ASIDE * dy) for dx, dy in grid.DIRECTIONS]
 
 
-class ObjectWorld(gymnasium.Env):
+class ObjectWorld(grid.World):
     """A walled grid with spikes, lava, gaps, keys, doors and a goal. Subclasses place the objects.
 
     Rewards: -1 for a step onto a spike, -1 for a step into lava, 1 for a step to the goal. Lava and goal end the
@@ -53,7 +52,6 @@ class ObjectWorld(gymnasium.Env):
         render_mode: ``"rgb_array"`` or None (default).
     """
 
-    metadata = grid.METADATA
     EVENTS: ClassVar[tuple[str, ...]]
     width: int
     height: int
@@ -89,7 +87,7 @@ class ObjectWorld(gymnasium.Env):
 
     def step(self, action: int):
         """Turn left (0) or right (1), walk (2), pick up (3) or drop (4) a key, or open a door (5)."""
-        grid.check_action(action, 6)
+        self.check_action(action)
         x, y, theta = self.pose
         dx, dy = grid.DIRECTIONS[theta]
         x_ahead, y_ahead = x + dx, y + dy
@@ -129,10 +127,8 @@ class ObjectWorld(gymnasium.Env):
         info = {name: happened[name] for name in self.EVENTS} | self._told
         return self._observe(), reward, here in (grid.GOAL, grid.LAVA), False, info
 
-    def render(self) -> np.ndarray | None:
-        """The image of the whole grid; None without a render mode."""
-        if self.render_mode is None:
-            return None
+    def image(self) -> np.ndarray:
+        """The image of the whole grid."""
         return grid.draw(self.cells, *self.pose)
 
     def _build(self) -> dict[str, Any]:
@@ -261,7 +257,7 @@ class RandomizedSkill(ObjectWorld):
     EVENTS = ("at_lava", "at_gap", "pickup_key", "at_door", "done")
 
     def __init__(self, scenario: str | None = None, step_reward: float = 0.0, render_mode: str | None = None):
-        grid.check_choice(self, "scenario", scenario, (None, *SCENARIOS))
+        self.check_choice("scenario", scenario, (None, *SCENARIOS))
         super().__init__(step_reward=step_reward, render_mode=render_mode)
         self._scenario = scenario
 

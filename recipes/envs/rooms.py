@@ -11,7 +11,6 @@ its 29 steps fit into the paper's histories of 30.
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
@@ -51,7 +50,7 @@ class Dynamics(NamedTuple):
                 return q
 
 
-class Rooms(gymnasium.Env):
+class Rooms(grid.World):
     """Rooms in a row, divided by walls with one gap each. Subclasses define the layout.
 
     Potential-based shaping (Ng et al., 1999) adds F = γφ(s') - φ(s) to the reward:
@@ -76,7 +75,6 @@ class Rooms(gymnasium.Env):
         ValueError: if an argument is invalid.
     """
 
-    metadata = grid.METADATA
     EVENTS: ClassVar[tuple[str, ...]]
     WIDTH: ClassVar[int]
     HEIGHT: ClassVar[int]
@@ -92,7 +90,7 @@ class Rooms(gymnasium.Env):
         gamma: float = 0.99,
         render_mode: str | None = None,
     ):
-        grid.check_choice(self, "shaping", shaping, (None, *SHAPING))
+        self.check_choice("shaping", shaping, (None, *SHAPING))
         if len(rewards) != 2 or not all(math.isfinite(reward) for reward in rewards):
             raise ValueError(f"{type(self).__name__}(rewards={rewards!r}): must be two finite numbers, (goal, step)")
         if not 0 <= gamma <= 1:
@@ -137,17 +135,15 @@ class Rooms(gymnasium.Env):
 
     def step(self, action: int):
         """Turn left (0), turn right (1) or walk forward (2). A step into a wall has no effect."""
-        grid.check_action(action, 3)
+        self.check_action(action)
         state = self.state
         next_state, reward, terminal = self._table
         self.state = new = next_state[state][action]
         events = self._events[new // 4].copy()
         return self.observations[new].copy(), reward[state][action], terminal[state][action], False, events
 
-    def render(self) -> np.ndarray | None:
-        """The image of the grid with a frame of walls; None without a render mode."""
-        if self.render_mode is None:
-            return None
+    def image(self) -> np.ndarray:
+        """The image of the grid with a frame of walls."""
         cells = np.tile([grid.WALL, grid.GREY, 0], (self.HEIGHT + 2, self.WIDTH + 2, 1))
         for x, y in self._cells:
             cells[y + 1, x + 1] = grid.EMPTY

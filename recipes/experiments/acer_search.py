@@ -21,9 +21,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from recipes.common import figures
+from recipes.common.curves import correlation
 from recipes.common.errors import ConfigError, reason
 from recipes.common.files import RUNS, markdown, read_csv
-from recipes.common.intervals import correlation
 
 BEST = 5
 SEARCHED = {"acer.learning_rate": "learning rate", "acer.delta": "δ"}

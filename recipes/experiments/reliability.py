@@ -36,10 +36,9 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.checked import positive
-from recipes.common.curves import Curve, draw_runs
+from recipes.common.curves import Curve, bootstrap_interval, correlation, draw_runs, ratio_of_means
 from recipes.common.figures import env_label
 from recipes.common.files import markdown
-from recipes.common.intervals import bootstrap_interval, correlation, ratio_of_means
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipes import plot
-from recipes.common import figures, intervals
+from recipes.common import curves, figures
 from recipes.common.curves import smooth
 from recipes.common.errors import ConfigError
 from tests.recipes.runs import ROOT
@@ -146,7 +146,7 @@ def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
     ],
 )
 def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
-    assert intervals.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
+    assert curves.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
 
 
 @pytest.mark.parametrize("number", [1, 5, 12])
@@ -172,12 +172,12 @@ def test_the_legend_is_below_the_panels_and_explains_them(tmp_path, number):
 
 def test_interquartile_mean_and_its_band():
     returns = np.array([[0.0], [1.0], [2.0], [100.0]])
-    assert intervals.interquartile_mean(returns) == 1.5
+    assert curves.interquartile_mean(returns) == 1.5
     rng = np.random.default_rng(1)
-    low, high = intervals.bootstrap_interval(rng.normal(size=(100, 3)))
+    low, high = curves.bootstrap_interval(rng.normal(size=(100, 3)))
     # the interquartile mean of n normals has a standard deviation of about 1.1 / sqrt(n)
     np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
-    low, high = intervals.bootstrap_interval(np.ones((5, 2)))
+    low, high = curves.bootstrap_interval(np.ones((5, 2)))
     np.testing.assert_array_equal([low, high], np.ones((2, 2)))
 
 
@@ -194,7 +194,7 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
 
 def test_intervals_of_equal_or_single_values_have_no_width():
     for values in (np.full((4, 2), 3.0), np.array([[3.0, 3.0]])):
-        low, high = intervals.bootstrap_interval(values)
+        low, high = curves.bootstrap_interval(values)
         assert low.tolist() == high.tolist() == [3.0, 3.0]
 
 
