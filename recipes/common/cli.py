@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from recipes.common.config import RECIPES
 from recipes.common.errors import ConfigError, did_you_mean, reason
-from recipes.common.files import CHECKPOINT, CONFIG, load_config
+from recipes.common.files import CHECKPOINT, CONFIG, load_config, require_files
 from recipes.common.options import compose_config, explain, help_text
 from recipes.common.schemas import SCHEMAS
 
@@ -146,9 +146,7 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
         ConfigError: if the run cannot be resumed, is one of another recipe, or if another key is set: that could change
             the learning problem.
     """
-    for file in (CONFIG, CHECKPOINT):
-        if not (run_dir / file).is_file():
-            raise ConfigError(f"resume={run_dir}: no {file} there; pass the directory of a run with a checkpoint")
+    require_files(run_dir, (CONFIG, CHECKPOINT), "pass the directory of a run with a checkpoint", "resume=")
     resumed = load_config(run_dir / CONFIG)
     # recipes.distributed has the hyperparameters of one of several algorithms
     of_algorithm = {*RECIPES} if "algorithm" in resumed else set()

@@ -20,7 +20,7 @@ from scipy.stats import bootstrap, spearmanr
 
 from recipes.common import figures
 from recipes.common.errors import ConfigError
-from recipes.common.files import CONFIG, PROGRESS, load_config, read_csv, was_stopped
+from recipes.common.files import CONFIG, PROGRESS, load_config, read_csv, require_files, was_stopped
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)
@@ -179,9 +179,7 @@ def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str
     Raises:
         ConfigError: if the directory holds no evaluations, or a column or key is missing.
     """
-    for name in (CONFIG, PROGRESS):
-        if not (run_dir / name).is_file():
-            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run with logger=csv")
+    require_files(run_dir, (CONFIG, PROGRESS), "pass the directory of a run with logger=csv")
     config = load_config(run_dir / CONFIG)
     rows = read_csv(run_dir / PROGRESS, ("env_steps", RETURN, *columns))
     if not rows:

@@ -41,6 +41,13 @@ def load_config(path: Path) -> DictConfig:
     return config
 
 
+def require_files(directory: Path, names: Iterable[str], advice: str, option: str = "") -> None:
+    """Raise ConfigError unless the directory has these files; `option` is what precedes it on the command line."""
+    for name in names:
+        if not (directory / name).is_file():
+            raise ConfigError(f"{option}{directory}: no {name} there; {advice}")
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Replace the file `path` atomically at the end of the block; the new content is then on the disk.

@@ -19,7 +19,7 @@ from recipes.common import curves, figures
 from recipes.common.cli import parse_config
 from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
-from recipes.common.files import CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows
+from recipes.common.files import CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows, require_files
 from recipes.common.peaks import Peaks
 from recipes.common.schemas import StudyConfig
 
@@ -75,9 +75,7 @@ def read_study(out: Path) -> Study:
     Raises:
         ConfigError: if the directory holds no finished run of a study.
     """
-    for name in (STUDY, RUNS, CURVES):
-        if not (out / name).is_file():
-            raise ConfigError(f"{out}: no {name} there; python -m recipes.study writes it")
+    require_files(out, (STUDY, RUNS, CURVES), "python -m recipes.study writes it")
     config, rows = parse_config(load_config(out / STUDY), StudyConfig), read_rows(out / RUNS)
     columns = (config.column, *config.also)
     every = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}

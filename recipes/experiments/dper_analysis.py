@@ -45,7 +45,7 @@ from recipes.common.curves import bootstrap_interval, ratio_of_means
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.figures import GREY, explain, looks, panel_grid, sample_line, styled
-from recipes.common.files import CHECKPOINT, CONFIG, load_config, markdown
+from recipes.common.files import CHECKPOINT, CONFIG, load_config, markdown, require_files
 from recipes.common.replay import make_replay
 from recipes.common.schemas import TD3Run
 from recipes.experiments.command_line import ExperimentParser, Row
@@ -78,9 +78,7 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     Raises:
         ConfigError: if the run is not one of recipes.td3, or its checkpoint cannot be loaded.
     """
-    for name in (CONFIG, CHECKPOINT):
-        if not (run_dir / name).is_file():
-            raise ConfigError(f"{run_dir}: no {name} there; pass the directory of a run of recipes.td3")
+    require_files(run_dir, (CONFIG, CHECKPOINT), "pass the directory of a run of recipes.td3")
     raw_config = load_config(run_dir / CONFIG)
     if "td3" not in raw_config:
         raise ConfigError(f"{run_dir}: not a run of recipes.td3; its {CONFIG} has no td3 group")
