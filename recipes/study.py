@@ -170,9 +170,7 @@ class Pool:
         config, last = files.load_config(self.directory(job) / files.CONFIG), evaluations[-1]
         threshold = config.env.reward_threshold if study.least is None else study.least
         stopped = files.was_stopped(config, evaluations)
-        reached = None
-        if threshold is not None:
-            reached = files.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
+        reached = files.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
         of_run = key | {
             "env_steps": steps[-1],
             "updates": last["updates"],

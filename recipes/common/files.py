@@ -168,16 +168,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def was_stopped(config: Any, rows: Sequence[Mapping[str, str]]) -> bool:
     """Whether a run ended early because it had reached the threshold; `config`: its settings, `rows`: its progress."""
     threshold = config.env.reward_threshold if config.get("stop_at_threshold") else None
-    return threshold is not None and reaches(float(rows[-1]["return_mean"]), threshold)
+    return reaches(float(rows[-1]["return_mean"]), threshold)
 
 
-def reaches(value: float, least: float) -> bool:
-    """Whether a mean return is at least `least`, up to the rounding of its sum."""
-    return value >= least - 1e-6
+def reaches(value: float, least: float | None) -> bool:
+    """Whether a mean return is at least `least`, up to the rounding of its sum; False if there is no threshold."""
+    return least is not None and value >= least - 1e-6
 
 
 def steps_to_reach(
-    steps: Sequence[int], values: Sequence[float], least: float, in_a_row: int, *, stopped: bool = False
+    steps: Sequence[int], values: Sequence[float], least: float | None, in_a_row: int, *, stopped: bool = False
 ) -> int | None:
     """Env steps at the first of `in_a_row` consecutive evaluations with values >= `least`; None if there are none.
 

@@ -82,10 +82,9 @@ def read_study(out: Path) -> Study:
     found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
     for row in rows:
         threshold, reached = (float(row[key]) if row[key] else None for key in ("threshold", "reached"))
-        stopped = threshold is not None and reaches(float(row["last"]), threshold)
-        own = {"threshold": threshold, "reached": reached, "stopped": stopped, "column": config.column}
+        own = {"threshold": threshold, "reached": reached, "stopped": reaches(float(row["last"]), threshold)}
         curve = every[row["env"], row["variant"], int(row["seed"])]
-        found[row["env"], row["variant"]].append(replace(curve, **own))
+        found[row["env"], row["variant"]].append(replace(curve, column=config.column, **own))
     runs = {env: {name: found[env, name] for name in config.variants if found[env, name]} for env in config.envs}
     return Study(config, rows, {env: variants for env, variants in runs.items() if variants})
 

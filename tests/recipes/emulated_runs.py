@@ -17,7 +17,7 @@ import torch
 
 from recipes.common import run as training
 from tests.emulated_device import NAME, EmulatedDevice, leave
-from tests.recipes.runs import composed, rows, tiny
+from tests.recipes.runs import composed, noted_replays, rows, tiny
 
 SHORT = {"total_steps": 32, "learning_starts": 16, "num_evaluations": 1}
 ACER = tiny("acer", **SHORT | dict.fromkeys(["train_interval", "learning_starts", "gradient_steps"]), slice_len=4)
@@ -37,16 +37,8 @@ RUNS = {
 
 def train(recipe: str, overrides: list[str], run_dir: Path) -> dict[str, object]:
     """Train a recipe; return its exit code, the storage's device, and whether priorities and losses are sound."""
-    module = import_module(f"recipes.{recipe}")
-    replays = []
-
-    class Run(training.Run):
-        def attach(self, collector, replay, **keywords):
-            replays.append(replay)
-            super().attach(collector, replay, **keywords)
-
-    with patch.object(training, "find_device", lambda _: torch.device(NAME)), patch.object(module, "Run", Run):
-        code = module.train(composed(recipe, *overrides), run_dir)
+    with patch.object(training, "find_device", lambda _: torch.device(NAME)), noted_replays() as replays:
+        code = import_module(f"recipes.{recipe}").train(composed(recipe, *overrides), run_dir)
     last = rows(run_dir)[-1]
     losses = [float(value) for key, value in last.items() if key.startswith("loss")]
     return {
@@ -63,7 +55,6 @@ def main() -> None:
     with EmulatedDevice():
         for name, (recipe, overrides) in RUNS.items():
             run_dir = Path(sys.argv[1]) / name
-            run_dir.mkdir()
             try:
                 results[name] = train(recipe, overrides, run_dir)
             except Exception:

@@ -133,6 +133,19 @@ class Replay:
         self.returned.append(sample)
 
 
+@contextlib.contextmanager
+def noted_replays():
+    """A list of the buffers of the runs in the block."""
+    make, found = training.Run.make_replay, []
+
+    def noted(run, **options):
+        found.append(make(run, **options))
+        return found[-1]
+
+    with patch.object(training.Run, "make_replay", noted):
+        yield found
+
+
 def stopping(batches):
     """Runs are interrupted after so many batches, as if by Ctrl-C."""
     answers = iter([False] * batches)

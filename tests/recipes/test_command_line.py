@@ -18,8 +18,6 @@ from recipes.common.schemas import SCHEMAS
 from recipes.experiments import cliffwalk
 from tests.recipes.runs import ROOT, command, processes, tiny, wait_until
 
-FUNCTIONS = {"study": "run_study"}
-
 
 @pytest.fixture
 def recipe_refuses(tmp_path, monkeypatch, refused):
@@ -29,7 +27,7 @@ def recipe_refuses(tmp_path, monkeypatch, refused):
         monkeypatch.setattr(sys, "argv", [recipe, *words])
         monkeypatch.chdir(tmp_path)
         before = sorted(tmp_path.rglob("*"))
-        errors = refused(run_recipe, recipe, FUNCTIONS.get(recipe, "train"))
+        errors = refused(run_recipe, recipe, "run_study" if recipe == "study" else "train")
         assert errors.startswith("bad configuration: ") and errors.count("\n") == 1
         assert sorted(tmp_path.rglob("*")) == before
         return errors

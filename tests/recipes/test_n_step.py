@@ -6,9 +6,9 @@ import torch
 from tensordict import TensorDict
 from torchrl.modules import QValueActor
 
-from recipes import dqn, sac, td3
+from recipes import dqn
 from recipes.common.collector import TERMINATED, NStep
-from tests.recipes.runs import Recipe, tiny
+from tests.recipes.runs import Recipe, noted_replays, tiny
 
 GAMMA = 0.9
 
@@ -92,20 +92,12 @@ def test_a_lost_environment_ends_its_episode_with_the_newest_step():
     assert not after["next", TERMINATED].any()
 
 
-@pytest.mark.parametrize(("recipe", "sampler"), [(dqn, "per"), (dqn, "uniform"), (td3, "reaper"), (sac, "rank")])
-def test_runs_store_n_step_transitions(tmp_path, monkeypatch, recipe, sampler):
-    name = recipe.__name__.split(".")[-1]
-    batches = []
-
-    class Run(recipe.Run):
-        def attach(self, collector, replay, **keywords):
-            super().attach(collector, replay, **keywords)
-            batches.append(replay)
-
-    monkeypatch.setattr(recipe, "Run", Run)
+@pytest.mark.parametrize(("name", "sampler"), [("dqn", "per"), ("dqn", "uniform"), ("td3", "reaper"), ("sac", "rank")])
+def test_runs_store_n_step_transitions(tmp_path, name, sampler):
     words = [f"{name}.n_step=3", f"sampler={sampler}", "num_envs=2", "+env.options={max_episode_steps: 7}"]
-    Recipe(name, tiny(name)).run(tmp_path, *words)
-    (replay,) = batches
+    with noted_replays() as replays:
+        Recipe(name, tiny(name)).run(tmp_path, *words)
+    (replay,) = replays
     stored = replay[:]
     # 6 steps (3 of each environment) are held back, and 64 slots keep the newest
     assert replay.write_count == 96 // 16 * 16 and len(stored) == 64
