@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data.replay_buffers import RandomSampler
 
-from torchrl_replay_ext.arguments import key_path, require_integer, shown
+from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split, take
@@ -144,13 +144,12 @@ class ShardedReplayBuffer:
         self.batch_size, self.priority_key, self.prefetch = batch_size, priority_key, prefetch
         self._device = torch.device(device)
         self._rng = None if seed is None else torch.Generator().manual_seed(seed)
+        keys: dict[str, Any] = {"traj_key": unravel_key(traj_key), "done_key": unravel_key(done_key)}
         calls = calls or RayCalls({"num_cpus": 1, **(remote_config or {})})
-        parts |= {"traj_key": traj_key, "done_key": key_path(done_key), "seed": None if seed is None else seed + 1}
-        shards = [{**parts, "number": number} for number in range(num_shards)]
+        shards = [{**parts, "number": n, "seed": None if seed is None else seed + 1 + n} for n in range(num_shards)]
         # the last checkpoint of the present content
         self._checkpoint: Path | None = None
         self._group = ShardGroup(calls, shards, restored or self._saved, on_loss or warn, timeout)
-        keys: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key}
         self._make_writer = partial(ShardWriter, self._group.handles, calls, **keys, timeout=timeout)
         self._writer = self._make_writer(on_loss=on_loss)
         self._requests = deque[Request]()

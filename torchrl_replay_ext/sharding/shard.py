@@ -95,19 +95,15 @@ class ReplayShard:
 
     Args:
         number: number of the shard.
-        traj_key: entry with trajectory ids.
-        done_key: entry that marks the end of an episode.
-        seed: seed of the draws, to which the number is added; None: not seeded.
+        seed: seed of the draws; None: not seeded.
         **arguments: of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
     """
 
-    def __init__(
-        self, number: int, *, traj_key: NestedKey, done_key: tuple[str, ...], seed: int | None, **arguments: Any
-    ):
+    def __init__(self, number: int, *, seed: int | None, **arguments: Any):
         torch.set_num_threads(1)
         self._buffer = CompilableReplayBuffer(**arguments)
         if seed is not None:
-            self._buffer.set_rng(torch.Generator().manual_seed(seed + number))
+            self._buffer.set_rng(torch.Generator().manual_seed(seed))
         self._storage: Any = self._buffer.storage
         self._sampler: Any = self._buffer.sampler
         self._drawing = drawing_sampler(self._sampler)
