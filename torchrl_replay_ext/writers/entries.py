@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, NestedKey
+from tensordict import LazyStackedTensorDict, NestedKey, unravel_key
 from torch import Tensor
 
 from torchrl_replay_ext._torchrl import is_group
-from torchrl_replay_ext.arguments import key_path
 
 
 def new_entries(name: str, stored: Any, data: Any, ndim: int) -> list[NestedKey]:
@@ -29,16 +28,12 @@ def new_entries(name: str, stored: Any, data: Any, ndim: int) -> list[NestedKey]
         TypeError: if an entry has another dtype than in the storage.
         ValueError: if an entry has another shape than in the storage.
     """
-    return list(dict.fromkeys(map(_key, _compare(name, stored, data, stored.ndim, ndim, ()))))
-
-
-def _key(path: tuple[str, ...]) -> NestedKey:
-    return path[0] if len(path) == 1 else path
+    return list(dict.fromkeys(map(unravel_key, _compare(name, stored, data, stored.ndim, ndim, ()))))
 
 
 def _compare(
     name: str, stored: Any, data: Any, stored_ndim: int, ndim: int, path: tuple[str, ...]
-) -> Iterator[tuple[str, ...]]:
+) -> Iterator[tuple[Any, ...]]:
     """Yields the paths of new entries. ``data`` is None if the whole group ``path`` is missing."""
     if isinstance(data, LazyStackedTensorDict) and data.stack_dim < ndim:
         for row in data.tensordicts:
@@ -51,7 +46,7 @@ def _compare(
         if data is not None and len(rows) != len(agents):
             found = tuple(data.shape)
             raise ValueError(
-                f"{name}: the entry {_key(path)!r} has batch shape {found}; the storage needs "
+                f"{name}: the entry {unravel_key(path)!r} has batch shape {found}; the storage needs "
                 f"{(*found[:ndim], *stored.shape[stored_ndim:])}."
             )
         for number, (agent, row) in enumerate(zip(agents, rows, strict=True)):
@@ -61,7 +56,7 @@ def _compare(
         columns: dict[Any, Any] = {} if data is None else dict(data.items())
     except RuntimeError as error:
         raise ValueError(
-            f"{name}: the parts of the entry {_key(path)!r} differ in shape; those of the stored rows do not."
+            f"{name}: the parts of the entry {unravel_key(path)!r} differ in shape; those of the stored rows do not."
         ) from error
     for key, known in stored.items():
         here, column = (*path, key), columns.pop(key, None)
@@ -69,11 +64,11 @@ def _compare(
             yield from _compare(name, known, column if is_group(column) else None, stored_ndim, ndim, here)
         elif isinstance(known, Tensor) and here != ("index",):
             needed = (*(() if data is None else data.shape[:ndim]), *known.shape[stored_ndim:])
-            _require_like(name, _key(here), known, column, needed)
+            _require_like(name, unravel_key(here), known, column, needed)
     for key, column in columns.items():
         if is_group(column):
             for inner in column.keys(True, True):
-                yield (*path, key, *key_path(inner))
+                yield (*path, key, inner)
         elif isinstance(column, Tensor) and (path or key != "index"):
             yield (*path, key)
 
