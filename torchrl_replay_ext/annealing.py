@@ -71,13 +71,11 @@ class Hyperparameter:
 
     def set(self, value: float | Tensor | Anneal) -> None:
         """Assign a constant, or start a schedule; ValueError if out of range, TypeError if not a number."""
-        if isinstance(value, Anneal):
-            schedule = value
-        else:
+        if not isinstance(value, Anneal):
             number = as_number(self._owner, self._name, value)
-            schedule = Anneal(number, number, 1)
-        start, end = map(self._within_limits, (schedule.start, schedule.end))
-        self._assign(start, 0.0, start, end, schedule.num_updates)
+            value = Anneal(number, number, 1)
+        start, end = map(self._within_limits, (value.start, value.end))
+        self._assign(start, 0.0, start, end, value.num_updates)
 
     def _within_limits(self, number: float) -> float:
         limited = within_limits(number, self._high)
@@ -100,10 +98,9 @@ class Hyperparameter:
 
     def step(self) -> None:
         """Count one update of a schedule and set the value that it has after it."""
-        _, count, *schedule = self._state.split(1)
-        start, end, num_updates = schedule
+        _, count, start, end, num_updates = self._state.split(1)
         value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
-        self._state.copy_(torch.cat([value, count + 1, *schedule]))
+        self._state.copy_(torch.cat([value, count + 1, start, end, num_updates]))
         self._publish()
 
     def _publish(self) -> None:

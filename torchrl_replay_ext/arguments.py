@@ -23,9 +23,8 @@ ROUNDING = 1e-6
 
 def is_key(value: Any) -> bool:
     """True if ``value`` can be the name of an entry: a string, or a tuple of strings."""
-    return (isinstance(value, str) and bool(value)) or (
-        isinstance(value, tuple) and bool(value) and all(isinstance(part, str) and part for part in value)
-    )
+    parts = (value,) if isinstance(value, str) else value
+    return isinstance(parts, tuple) and bool(parts) and all(isinstance(part, str) and part for part in parts)
 
 
 def require_nested_keys(owner: str, **keys: Any) -> None:

@@ -82,14 +82,15 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
     Args:
         *size: the shape.
         device: device of the result.
-        generator: source of randomness; if it is on another device, it seeds a new generator, see
-            :func:`generator_on`. None (default): the global generator.
+        generator: source of randomness; if it is on another device, its next number seeds a new generator. None
+            (default): the global generator.
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.randint(0, 2**_FLOAT64_BITS, size, device=device).to(torch.float64) * 2.0**-_FLOAT64_BITS
     if generator is not None and generator.device.type != device.type:
         # CUDA cannot use a new generator while it captures a graph
-        generator = None if is_traced() else generator_on(device, generator)
+        seed = None if is_traced() else int(random_seed(generator.device, generator))
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
 
 
@@ -98,20 +99,6 @@ def random_seed(device: torch.device, generator: torch.Generator | None = None) 
     if torch.compiler.is_dynamo_compiling() or generator is None:
         return torch.randint(2**63 - 1, (1,), device=device)
     return to_device(torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator), device)
-
-
-def generator_on(device: torch.device, source: torch.Generator) -> torch.Generator:
-    """A new generator on ``device``, seeded by the next number of ``source``, which may be on another device.
-
-    The draws depend on ``source`` alone: to repeat them, seed ``source`` or restore its state.
-
-    Examples:
-        >>> source = torch.Generator().manual_seed(0)
-        >>> first = generator_on(torch.device("cpu"), source).initial_seed()
-        >>> first == generator_on(torch.device("cpu"), source.manual_seed(0)).initial_seed()
-        True
-    """
-    return torch.Generator(device).manual_seed(int(random_seed(source.device, source)))
 
 
 def stratified_uniform(num: int, *, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
