@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.distributions import Normal
 from torchrl.modules import MaskedCategorical, OneHotCategorical, TanhNormal
 
 from tests.objectives import test_acer as discrete
@@ -67,7 +68,7 @@ def test_ratios_of_saturated_actions(dtype, mean):
 
     setting = continuous.Setting(distribution=TanhNormal, c=1e6)
     setting.loss.to(dtype)
-    setting.loss._policy = lambda batch, *, average=False: (loc + 0.2, scale)
+    setting.loss._policy = lambda batch, *, average=False: Normal(loc + 0.2, scale)
     batch = continuous.rows(squashed=True)[:1, :3].to(dtype)
     batch.update({"action": action, "loc": loc, "scale": scale})
     expected = (log_density(loc + 0.2) - log_density(loc)).exp().mean()

@@ -15,8 +15,13 @@ from torch.distributions import Categorical, OneHotCategorical
 from torchrl_replay_ext.arguments import key_path, require_choice
 from torchrl_replay_ext.functional.retrace import log_ratio
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, inverse
-from torchrl_replay_ext.objectives.categorical import action_index, is_probability, log_probabilities, of_all_actions
-from torchrl_replay_ext.objectives.shifted import evaluate_rows
+from torchrl_replay_ext.objectives.categorical import (
+    action_index,
+    evaluate_rows,
+    is_probability,
+    log_probabilities,
+    of_all_actions,
+)
 from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry
 
 Statistics = Literal["probs", "logits", "log_probs"]

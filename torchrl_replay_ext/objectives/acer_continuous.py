@@ -17,7 +17,6 @@ from torchrl_replay_ext.arguments import require_bool, require_choice, require_i
 from torchrl_replay_ext.functional import acer_value_target, importance_ratio, importance_sampling_return, q_opc
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, coefficient
-from torchrl_replay_ext.objectives.shifted import separate_states
 from torchrl_replay_ext.objectives.trajectory import Trajectories, entries_read, require_entry, require_shape
 from torchrl_replay_ext.policies import inside_bounds, is_squashed
 
@@ -224,18 +223,17 @@ class ACERContinuousLoss(ACERBase):
         noise = torch.randn(*loc.shape[:-1], n, loc.shape[-1], dtype=loc.dtype, device=loc.device)
         return loc.unsqueeze(-2) + scale.unsqueeze(-2) * noise
 
-    def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the policy, [*B, T, A] each."""
+    def _policy(self, tensordict: TensorDictBase, *, average: bool = False) -> Normal:
+        """The policy, with mean and standard deviation [*B, T, A]."""
         result = self._distribution(tensordict.select(*self.actor_network.in_keys), average=average)
         author = "actor_network writes it; set the names with set_keys(loc=, scale=)"
         keys = self.tensor_keys.loc, self.tensor_keys.scale
-        loc, scale = (require_entry("ACERContinuousLoss", result, key, author) for key in keys)
-        return loc, scale
+        return _gaussian(*(require_entry("ACERContinuousLoss", result, key, author) for key in keys))
 
     def _terms(self, rows: Trajectories, shifted: bool) -> Terms:
         key, networks = self.tensor_keys.observation, [self.sdn]
         states = rows.states([key], networks)
-        following, join = separate_states(rows, states, networks) if shifted else (states[1], None)
+        following, join = rows.separate_states(states, networks) if shifted else (states[1], None)
 
         def next_value(value: Tensor) -> Tensor:
             """V(x_{t+1}), detached; ``value`` is V(x_t). Both have the shape [*B, T, 1]."""
@@ -244,7 +242,7 @@ class ACERContinuousLoss(ACERBase):
                 after = self.sdn.state_value(following.get(key))
                 return after if join is None else join(value, after)
 
-        policy = _gaussian(*self._policy(rows.data))
+        policy = self._policy(rows.data)
         action = rows.data.get(self.tensor_keys.action)
         if action.shape != policy.loc.shape or not action.is_floating_point():
             raise ValueError(
@@ -253,7 +251,7 @@ class ACERContinuousLoss(ACERBase):
                 "mean."
             )
         with torch.no_grad():
-            average = _gaussian(*self._policy(rows.data, average=True))
+            average = self._policy(rows.data, average=True)
             keys = self.tensor_keys.behaviour_loc, self.tensor_keys.behaviour_scale
             mu = _gaussian(*(self._stored(rows, key, policy.loc) for key in keys))
             self._require_written(keys[1], mu.scale.amin(-1), rows)

@@ -1,12 +1,14 @@
-"""Discrete actions: index and one-hot encodings, and log-probabilities from stored logits or probabilities."""
+"""Discrete actions: their encodings, log-probabilities from logits or probabilities, and the values of all actions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from tensordict import NestedKey
-from torch import Tensor
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor, nn
 
 from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if
@@ -49,6 +51,36 @@ def of_all_actions(owner: str, shape: torch.Size, log_pi: Tensor | None, q: Tens
         )
     # x − x is NaN unless x is finite
     return log_pi, q.masked_fill((log_pi == -math.inf) & (q - q).isnan(), 0.0)
+
+
+def evaluate_rows(
+    rows: Trajectories,
+    states: tuple[TensorDictBase, TensorDictBase],
+    networks: Iterable[nn.Module],
+    evaluate: Callable[[TensorDictBase], tuple[Tensor, Tensor]],
+    *,
+    shifted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Log-probabilities and values of all actions in x_t, [\*B, T, A] each, and V(x_{t+1}), [\*B, T, 1], detached.
+
+    Args:
+        rows: the batch.
+        states: the inputs of the networks for x_t and for x_{t+1}, see :meth:`Trajectories.states`.
+        networks: the networks.
+        evaluate: maps inputs of the networks to log-probabilities and values of all actions, [\*B, T, A] each.
+        shifted: True: V(x_{t+1}) is that of the next step of the row, see :meth:`Trajectories.separate_states`.
+    """
+    if not shifted:
+        log_pi, q = evaluate(states[0])
+        with torch.no_grad():
+            return log_pi, q, expectation(*evaluate(states[1]))
+    separate, next_value = rows.separate_states(states, networks)
+    # one pass for both
+    both: Any = torch.cat([states[0], separate], rows.time_dim)
+    parts = [x.split([rows.shape[rows.time_dim], 1], rows.time_dim) for x in evaluate(both)]
+    (log_pi, q), of_separate = zip(*parts, strict=True)
+    with torch.no_grad():
+        return log_pi, q, next_value(expectation(log_pi, q), expectation(*of_separate))
 
 
 def action_index(rows: Trajectories, key: NestedKey, num_actions: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,13 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_replay_ext.arguments import require_bool, require_choice
 from torchrl_replay_ext.functional import retrace
 from torchrl_replay_ext.functional.retrace import POWER, THRESHOLD, UNIT_INTERVAL
-from torchrl_replay_ext.objectives.categorical import action_index, expectation, log_probabilities, of_all_actions
-from torchrl_replay_ext.objectives.shifted import evaluate_rows
+from torchrl_replay_ext.objectives.categorical import (
+    action_index,
+    evaluate_rows,
+    expectation,
+    log_probabilities,
+    of_all_actions,
+)
 from torchrl_replay_ext.objectives.trajectory import (
     WRITTEN_BY_POLICY,
     Trajectories,
@@ -283,12 +288,11 @@ class RetraceEstimator(ValueEstimatorBase):
         tensordict: TensorDictBase,
         params: TensorDictBase | None,
         next_value: Tensor | None = None,
-        time_dim: int | None = None,
+        time_dim: Any = None,
     ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
         """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
-        given: Any = time_dim
         keys: Any = self.tensor_keys
-        dim, entries = int(self._get_time_dim(given, tensordict)), self._entries
+        dim, entries = int(self._get_time_dim(time_dim, tensordict)), self._entries
         log_prob, logits = keys.sample_log_prob, keys.behaviour
         if tensordict.get(log_prob, None) is None:
             del entries[log_prob]
@@ -338,11 +342,10 @@ class RetraceEstimator(ValueEstimatorBase):
         return of_all_actions("RetraceEstimator", state.batch_size, log_pi, q)
 
 
-def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:
+def _filled(network: nn.Module, params: TensorDictBase) -> Any:
     """A context in which the network uses the parameters ``params``."""
     try:
-        filled: Any = params.to_module(network, preserve_module_state=False)
-        return filled
+        return params.to_module(network, preserve_module_state=False)
     except KeyError as error:
         raise ValueError(
             f"RetraceEstimator: the network of the loss has no parameter {error.args[0]!r}, but value_network has. "
