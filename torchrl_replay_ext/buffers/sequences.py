@@ -28,8 +28,7 @@ class CompilableSequence(Sequence):
     """
 
     def __init__(self, unit: Sequence):
-        boundary: Any = unit.episode_boundary
-        super().__init__(unit.length, boundary, unit.done_key, unit.burn_in, unit.bootstrap, unit.dilation)
+        vars(self).update(vars(unit))
 
     def expand(self, index: Any, info: dict[str, Any], storage: Any) -> tuple[Any, dict[str, Any]]:
         """Index and info of the windows around the drawn slots; see :class:`torchrl.data.Sequence`."""

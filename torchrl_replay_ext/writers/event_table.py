@@ -130,16 +130,15 @@ class EventTableWriter(CompilableWriter):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
-        require_nested_keys("EventTableWriter", done_key=done_key, init_key=init_key)
-        require_choice("EventTableWriter", "on_load", on_load, get_args(OnLoad))
+        keys: dict[str, NestedKey] = {"done_key": done_key, "init_key": init_key}
         if stream_key is not None:
-            require_nested_keys("EventTableWriter", stream_key=stream_key)
+            keys["stream_key"] = stream_key
+        require_nested_keys("EventTableWriter", **keys)
+        require_choice("EventTableWriter", "on_load", on_load, get_args(OnLoad))
         super().__init__()
         # the tables that the writer fills
         self.tables, self._on_load = tables, on_load
-        self._keys, self._optional = [done_key, init_key], (init_key, _TRAJECTORY)
-        if stream_key is not None:
-            self._keys.append(stream_key)
+        self._keys, self._optional = [*keys.values()], (init_key, _TRAJECTORY)
         self._has_context = any(spec.context for spec in tables.specs)
         self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
