@@ -136,7 +136,7 @@ def test_each_call_of_a_recorded_step_runs_it_once_with_its_own_arguments(way, r
         arguments, keywords = arguments_of(value)
         results.append(compiled(*arguments, **keywords))
     assert (recorder.recorded, recorder.replays) == (1, 5)
-    assert total.tolist() == [sum(range(8))] * 3 and float(adam._counts[0]) == 8
+    assert total.tolist() == [sum(range(8))] * 3 and float(adam._states[0]["step"]) == 8
     for number, result in enumerate(results):
         assert result["double"].tolist() == [2 * number] * 3 and result["whole"].tolist() == [number] * 3
         # a result that is a tensor of the step

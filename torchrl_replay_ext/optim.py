@@ -10,9 +10,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-# The names that torch gives to the first moments, the second moments and the step counts.
-_STATE = ("exp_avg", "exp_avg_sq", "step")
-
 
 class AdamStep:
     r"""The step of a ``torch.optim.Adam`` as a function of the gradients, for eager code and for compiled graphs.
@@ -69,8 +66,8 @@ class AdamStep:
             if is_there:
                 raise ValueError(f"AdamStep: the optimizer has {what}. This is not supported.")
         self._place_counts()
-        states = [self._state_of(parameter) for parameter in self.parameters]
-        self._means, self._squares, self._counts = ([state[name] for state in states] for name in _STATE)
+        # of each parameter: first moments, second moments and the number of steps, by torch's names
+        self._states = [self._state_of(parameter) for parameter in self.parameters]
         self._take_state()
         itself = ref(self)
 
@@ -98,7 +95,8 @@ class AdamStep:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
         state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         state["step"] = torch.zeros((), dtype=dtype, device="cpu")
-        state |= self._optimizer.state.get(parameter, {})
+        given = self._optimizer.state.get(parameter, {})
+        state = {name: given.get(name, made) for name, made in state.items()}
         state["step"] = state["step"].to(parameter.device if fused or self._group["capturable"] else "cpu")
         return state
 
@@ -109,10 +107,9 @@ class AdamStep:
                 "AdamStep: the optimizer has made different numbers of steps for its parameters, because some had no "
                 "gradient in some steps; the number must be the same for all. Make a new optimizer."
             )
-        tensors = zip(self._means, self._squares, self._counts, strict=True)
-        for parameter, own in zip(self.parameters, tensors, strict=True):
+        for parameter, own in zip(self.parameters, self._states, strict=True):
             state = self._optimizer.state[parameter]
-            for name, tensor in zip(_STATE, own, strict=True):
+            for name, tensor in own.items():
                 # the state of an optimizer before its first step is empty
                 tensor.copy_(state[name]) if name in state else tensor.zero_()
                 state[name] = tensor
@@ -150,18 +147,17 @@ class AdamStep:
             self._step(gradients)
             return
         beta1, beta2 = self._group["betas"]
-        for count in self._counts:
-            count.add_(1)
+        for state in self._states:
+            state["step"].add_(1)
         # 1 − βᵗ from tensors: the compiler computes it once, before the loops over the parameters. expm1, because the
         # difference to 1 is small in the first steps
-        count = self._counts[0]
+        count = self._states[0]["step"]
         correction1, correction2 = (
             -(count * math.log(beta)).expm1() if beta else torch.ones_like(count) for beta in (beta1, beta2)
         )
         rate, root = self._group["lr"] / correction1, correction2.sqrt()
-        for parameter, gradient, mean, square in zip(
-            self.parameters, gradients, self._means, self._squares, strict=True
-        ):
+        for parameter, gradient, state in zip(self.parameters, gradients, self._states, strict=True):
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
             mean.lerp_(gradient, 1 - beta1)
             square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             parameter.sub_(rate * mean / (square.sqrt() / root + self._group["eps"]))
