@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -288,11 +288,12 @@ class RetraceEstimator(ValueEstimatorBase):
         tensordict: TensorDictBase,
         params: TensorDictBase | None,
         next_value: Tensor | None = None,
-        time_dim: Any = None,
+        time_dim: int | None = None,
     ) -> tuple[Tensor, TensorDictBase, tuple[Tensor, Tensor]]:
         """Compute Q^ret [*B, T, 1], the inputs of the networks for x_t, and log π and Q for x_t, [*B, T, A] each."""
+        given: Any = time_dim
         keys: Any = self.tensor_keys
-        dim, entries = int(self._get_time_dim(time_dim, tensordict)), self._entries
+        dim, entries = int(self._get_time_dim(given, tensordict)), self._entries
         log_prob, logits = keys.sample_log_prob, keys.behaviour
         if tensordict.get(log_prob, None) is None:
             del entries[log_prob]
@@ -342,10 +343,11 @@ class RetraceEstimator(ValueEstimatorBase):
         return of_all_actions("RetraceEstimator", state.batch_size, log_pi, q)
 
 
-def _filled(network: nn.Module, params: TensorDictBase) -> Any:
+def _filled(network: nn.Module, params: TensorDictBase) -> AbstractContextManager:
     """A context in which the network uses the parameters ``params``."""
     try:
-        return params.to_module(network, preserve_module_state=False)
+        filled: Any = params.to_module(network, preserve_module_state=False)
+        return filled
     except KeyError as error:
         raise ValueError(
             f"RetraceEstimator: the network of the loss has no parameter {error.args[0]!r}, but value_network has. "
