@@ -24,8 +24,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import ShardRows, Sums
-from torchrl_replay_ext.samplers.priority_updates import NO_TD_ERROR, td_errors
-from torchrl_replay_ext.samplers.sampler_state import MakeDistribution, MakeObserver, SamplerState
+from torchrl_replay_ext.samplers.sampler_state import NO_TD_ERROR, MakeDistribution, MakeObserver, SamplerState
 from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fitting_items
 from torchrl_replay_ext.samplers.wrapper import ShowsArguments, delegated
 
@@ -325,7 +324,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.distribution.rebuild()
         for name, hyperparameter in self.hyperparameters.items():
             hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
-        self.state.updates.hyperparameters_changed()
+        self.state.refresh_limit()
         self.distribution.reweight(None)
 
     @torch.no_grad()
@@ -384,11 +383,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.synchronize(storage)
         if not self.layout.known and self.state.log.is_empty:
             raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
-        slots = self.flat_slots(index)
-        count = slots.shape[0]
-        error = td_errors(self.owner, priority, count, self.layout.device)
-        if count:
-            self.state.updates.apply(index, slots, error, stamp)
+        self.state.update(index, self.flat_slots(index), priority, stamp)
 
     # --- inspection and state
 

@@ -1,9 +1,13 @@
-"""The state of a sampler, and what a write to the buffer changes in it."""
+"""The state of a sampler, and what writes to the buffer and priority updates change in it."""
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
@@ -17,13 +21,19 @@ from torchrl_replay_ext.core.priorities import Priorities, as_float32
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.indices import as_index
-from torchrl_replay_ext.kernels.ops import Views, rows_record
+from torchrl_replay_ext.kernels.ops import Views, empty, rows_record, rows_update
+from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
-from torchrl_replay_ext.samplers.priority_updates import PriorityUpdates
 from torchrl_replay_ext.samplers.rows import RowView
 
-MakePriorities = Callable[[WriteLog], Priorities]
+# Stands for a TD error that is missing. TorchRL's buffers pass it for rows that they add and for samples without TD
+# errors. It is negative, and no TD error.
+NO_TD_ERROR = -(2.0**-100)
+# In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
+_REWEIGHTED = 64
+
+
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
 
@@ -37,7 +47,7 @@ class SamplerState:
         make_priorities: creates the priorities.
         make: creates the distribution.
         make_observers: create further state that must be updated at each write.
-        hyperparameters: hyperparameters of the sampler, by name.
+        hyperparameters: hyperparameters of the sampler, by name; their schedules count updates.
     """
 
     # True once rows were written, or those of the storage were ingested: then the storage holds no unknown rows
@@ -47,7 +57,7 @@ class SamplerState:
         self,
         owner: str,
         layout: Layout,
-        make_priorities: MakePriorities,
+        make_priorities: Callable[[WriteLog], Priorities],
         make: MakeDistribution,
         make_observers: Sequence[MakeObserver],
         hyperparameters: dict[str, Hyperparameter],
@@ -59,10 +69,26 @@ class SamplerState:
         self.priorities = make_priorities(self.log)
         self.distribution = make(self.log, self.priorities)
         masses = self.distribution.power_masses or PowerMasses.none(layout.device)
-        self.updates = PriorityUpdates(owner, self.log, self.priorities, self.distribution, masses, hyperparameters)
+        # the numbers of late and of invalid rows of updates; in a graph, the slot that alpha is applied to next
+        self._counts = torch.zeros(2, dtype=torch.int64, device=layout.device)
+        self._cursor = torch.zeros((), dtype=torch.int64, device=layout.device)
+        # the largest d that updates may contain
+        self._limit = torch.zeros(1, dtype=torch.float64, device=layout.device)
+        log, priorities = self.log, self.priorities
         # the first arguments of rows.record
-        state = self.log.generation, self.log.num_writes, self.log.draws, self.log.num_draws
-        self._views = Views(*state, self.priorities.of_slot, self.priorities.largest, *masses)
+        state = log.generation, log.num_writes, log.draws, log.num_draws
+        self._views = Views(*state, priorities.of_slot, priorities.largest, *masses)
+        # the first arguments of rows.update, and an array that stands for those that are missing
+        self._update_views = Views(
+            *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
+            *(self._counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
+            *masses,
+            self._counts[:0].clone(),
+        )
+        # True if more than the kernel changes has to follow priorities
+        self._has_followers = priorities.within_buffer or type(self.distribution).update is not Distribution.update
+        # the slots of the last padded draws, and their real rows
+        self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
         self.observers = [observe(self.log) for observe in make_observers]
         restrictions = [part.restricts_to for part in self.observers if part.restricts_to is not None]
         self.distribution.restricted_to = restrictions[0] if restrictions else None
@@ -72,7 +98,7 @@ class SamplerState:
         self._parts: list[WriteObserver] = [*parts]
         # True if the order of the writes matters to a part
         self.needs_order = any(part.needs_order for part in self._parts)
-        self.updates.hyperparameters_changed()
+        self.refresh_limit()
         if self.priorities.largest.item() > self.distribution.max_supported_priority:
             raise ValueError(
                 f"{owner}(min_priority={shown(self.priorities.smallest)}): must be <= "
@@ -98,7 +124,11 @@ class SamplerState:
                 )
             if float(hyperparameter.value) != before:
                 self.distribution.reweight(None)
-        self.updates.hyperparameters_changed()
+        self.refresh_limit()
+
+    def refresh_limit(self) -> None:
+        """Compute the largest d that updates may contain, after hyperparameters have changed."""
+        self._limit.fill_(min(self.distribution.max_supported_priority, torch.finfo(torch.float32).max))
 
     # --- writes
 
@@ -242,19 +272,161 @@ class SamplerState:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
 
+    # --- priority updates
+
+    def remember_padding(self, slots: Tensor, is_real: Tensor) -> None:
+        """Remember a draw of ``slots`` [n], of whose updates the rows that are not ``is_real`` [n] are left out."""
+        self._padded.append((slots, is_real))
+
+    def _real_rows(self, slots: Tensor) -> Tensor | None:
+        """False for padded rows of an update of ``slots`` [n] without stamps, bool [n]; None: no row is padded."""
+        memory = slots.untyped_storage().data_ptr()
+        # a copy, because another thread may draw at the same time
+        padded = [*self._padded][::-1]
+        for drawn, is_real in padded:
+            if drawn.untyped_storage().data_ptr() == memory:
+                begin = slots.storage_offset() - drawn.storage_offset()
+                return is_real.as_strided(slots.shape, slots.stride(), begin).contiguous()
+        return next((is_real for drawn, is_real in padded if torch.equal(drawn, slots)), None)
+
+    def _td_errors(self, given: Any, count: int) -> Tensor:
+        """Convert TD errors, one for each of ``count`` slots or a scalar for all of them, to float32 [count].
+
+        ValueError if ``given`` has another number of elements.
+        """
+        device = self.layout.device
+        if isinstance(given, Tensor) and given.dtype == torch.float32 and given.device == device:
+            # conversions that change nothing take as long as the rest
+            error = given.detach() if given.requires_grad else given
+        else:
+            error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
+        if error.ndim != 1:
+            error = error.reshape(-1)
+        if error.shape[0] == count:
+            return error
+        if torch.as_tensor(given).ndim != 0:
+            raise ValueError(
+                f"{self.owner}.update_priority: there are {error.shape[0]} TD errors for {count} indices; pass one TD "
+                "error per transition."
+            )
+        return error.expand(count)
+
+    def update(self, index: Any, slots: Tensor, td_error: float | Tensor, stamp: Tensor | None) -> None:
+        """Set priorities from TD errors, except of rows whose slot was overwritten after the draw.
+
+        In eager code on the CPU, and on accelerators with ``layout.validate``, invalid rows raise errors. In graphs and
+        on other accelerators they are left out and counted.
+
+        Args:
+            index: the index of the update, in TorchRL's format.
+            slots: int64 [n].
+            td_error: TD errors, one for each slot, or a scalar for all slots.
+            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
+
+        Raises:
+            ValueError: if a TD error is invalid, or their number is not n; nothing is changed then.
+            IndexError: likewise, if a slot is out of range, or is empty and was never drawn.
+        """
+        count = slots.shape[0]
+        error = self._td_errors(td_error, count)
+        if not count:
+            return
+        in_graph = is_traced()
+        refuses = not in_graph and (self.layout.validate or slots.is_cpu)
+        is_own = stamp is None and not in_graph and self.log.is_last_write(index, slots)
+        # on accelerators only a number that was expanded is read, as TorchRL's buffers do
+        is_expanded = count == 1 or error.stride(0) == 0
+        if is_expanded and not refuses and not in_graph and error[0] == NO_TD_ERROR:
+            self._ignore(index, slots)
+            return
+        *state, nothing = self._update_views()
+        real = nothing
+        if stamp is None and self._padded and not in_graph and not is_own:
+            real = self._real_rows(slots)
+            real = nothing if real is None else real
+        stamp = nothing if stamp is None else stamp.reshape(-1).contiguous()
+        kept, d = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
+        result = empty(nothing, 2, torch.int64)
+        rows = slots.contiguous(), error.contiguous(), stamp, real
+        # a graph has draws only where they are stamped
+        rows_update(*state, *rows, not in_graph, refuses, is_own, kept, d, result)
+        if refuses:
+            # why the update is refused, and the row; or 0, and the number of rows that are kept
+            reason, number = result.tolist()
+            if reason == INVALID and float(error[number]) == NO_TD_ERROR:
+                self._ignore(index, slots)
+                return
+            if reason:
+                raise self._refusal(reason, slots, error, row=number)
+            count = number
+        if count and (self._has_followers or self.distribution.restricted_to is not None):
+            if not isinstance(kept, Tensor):
+                # on the CPU, the rows that are kept come first
+                kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])
+            if self.priorities.within_buffer:
+                self.priorities.recount(kept)
+            self.distribution.update(kept, d)
+            self.distribution.leave_out(kept)
+        if not in_graph:
+            self.log.announce(None)
+        self.step()
+
+    def _ignore(self, index: Any, slots: Tensor) -> None:
+        """Ignore an update without TD errors. A sample is counted, with a warning; not rows that were just stored."""
+        # a single row may be added as a batch
+        if self.log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
+            self.log.announce(None)
+        elif self.log.num_draws.item():
+            self._counts[1].add_(len(slots))
+            warnings.warn(
+                f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names "
+                '(default: "td_error"), so priorities stay as they are. The loss must write this entry, or pass '
+                "priority_key=.",
+                stacklevel=2,
+            )
+
+    def _refusal(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:
+        """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.reasons`."""
+        slot = int(slots[row])
+        if reason == OUT_OF_RANGE:
+            return out_of_range(self.owner, slot, self.layout.shape)
+        if reason == EMPTY:
+            return IndexError(f"{self.owner}.update_priority: slot {slot} is out of range: it is empty.")
+        limit, wrong = self.distribution.max_supported_priority, np.float32(float(error[row]))
+        return ValueError(
+            f"{self.owner}.update_priority: TD error {shown(wrong)} at index {slot} (position {row} "
+            f"of the update); TD errors must be >= 0 and finite, and the priority |δ| + eps at most {shown(limit)}."
+        )
+
+    def step(self) -> None:
+        """Count an update, advance the schedules, and apply an annealed alpha to stored transitions."""
+        for hyperparameter in self._hyperparameters.values():
+            if hyperparameter.annealed:
+                hyperparameter.step()
+        alpha = self._hyperparameters.get("alpha")
+        if alpha is None or not alpha.annealed:
+            return
+        if not self.layout.for_graphs:
+            if alpha.just_ended():
+                self.distribution.reweight(None)
+        else:
+            slots = (self._cursor + torch.arange(_REWEIGHTED, device=self.layout.device)) % self.layout.size
+            self._cursor.add_(_REWEIGHTED)
+            self.distribution.reweight(slots)
+
     # --- state
 
     def clear(self) -> None:
         """Restore the initial state."""
         for part in (self.log, *self._parts):
             part.clear()
-        for counter in self.updates.tensors().values():
-            counter.zero_()
+        self._counts.zero_()
+        self._cursor.zero_()
         self._knows_storage = False
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place."""
-        tensors = self.updates.tensors()
+        tensors = {"update_counts": self._counts, "reweight_cursor": self._cursor}
         for part in (self.log, *self._parts):
             tensors |= part.tensors()
         return tensors
@@ -272,7 +444,7 @@ class SamplerState:
             tensor.copy_(state[key])
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
-        self.updates.hyperparameters_changed()
+        self.refresh_limit()
         self._knows_storage = True
         for part in (self.log, *self._parts):
             part.raise_numbers(num_writes)
@@ -294,7 +466,8 @@ class SamplerState:
             "priority_max": relative.max(),
             "never_updated": (gather_in_bounds(self.priorities.of_slot, slots) < 0).sum() / max(count, 1),
             "max_priority": self.priorities.largest,
-            **self.updates.stats(),
+            "dropped_updates": self._counts[0],
+            "rejected_updates": self._counts[1],
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self.distribution.stats(),
         }
@@ -306,3 +479,7 @@ class SamplerState:
             raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
         for part in (self.log, *self._parts):
             part.check_valid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # draws belong to this process only
+        return {**vars(self), "_padded": deque(maxlen=WINDOW)}

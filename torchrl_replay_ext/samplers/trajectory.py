@@ -310,7 +310,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
             if not is_traced():
                 # TorchRL's own buffers hand no stamps back
-                state.updates.remember_padding(slots, mask)
+                state.remember_padding(slots, mask)
                 # an update with the batch of newest() is not expected
                 if drawn is not None:
                     state.log.count_draw(torch.where(mask, slots, -1))

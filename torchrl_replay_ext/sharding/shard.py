@@ -159,7 +159,7 @@ class ReplayShard:
         self._dropped += int((~ours).sum())
         if not ours.any():
             # schedules advance alike in all shards
-            drawing.state.updates.step()
+            drawing.state.step()
             return
         rows = from_arrays(take(updates, ours))
         rows[STAMP_KEY] %= PROCESS
