@@ -25,7 +25,7 @@ from torchrl_replay_ext.samplers.rank import RankBasedSampler
 from torchrl_replay_ext.samplers.reaper import ReaPERSampler
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 from torchrl_replay_ext.samplers.table_shares import TableShares
-from torchrl_replay_ext.samplers.within_table import ByMembership, ByRank, ByReliability
+from torchrl_replay_ext.samplers.within_table import ByRank, ByReliability
 
 _CORRECTIONS = (None, *get_args(Correction))
 _PER = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
@@ -174,13 +174,12 @@ class EventTableSampler(DistributionSampler):
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         # the tables that the sampler draws from
         self.tables, self._correction = tables, correction
-        distribution = EventTableMixture if kind is None else _KINDS[kind][0]
         further: dict[str, Any] = {}
         if kind == "reaper":
             given: dict[str, Any] = {name: settings.pop(name) for name in _EPISODES}
             further = {"omega": hyperparameters["omega"], "reader": EpisodeReader("EventTableSampler", **given)}
         make = partial(
-            ByMembership if correction == "priority" else distribution,
+            EventTableMixture if kind is None else _KINDS[kind][0],
             tables=tables,
             shares=self._shares,
             min_sizes=_min_sizes(min_size, tables),

@@ -45,6 +45,9 @@ class EventTableMixture(Distribution):
     See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table; the
     entries of a table are consecutive leaves. Subclasses have other q_k.
 
+    With correction "priority", p(i) ∝ 1 + η inside of the union of the event tables and 1 − η outside, for
+    η = Σ_{k>0} η_k (SSET, Sec. 4).
+
     Args:
         log, priorities: the state of the slots.
         tables: the event tables.
@@ -62,7 +65,7 @@ class EventTableMixture(Distribution):
     why_not_joint = None
     # True if entries are drawn in proportion to their masses, not by :meth:`_draw_entries`
     draws_by_mass = True
-    # True if :meth:`_mark` and :meth:`_entries_changed` are called
+    # True if the distribution needs to know which entries have changed
     reads_changes = False
 
     def __init__(
@@ -101,7 +104,15 @@ class EventTableMixture(Distribution):
         self._seen = torch.full((1,), -1, dtype=torch.int64, device="cpu")
         counts_pairs = correction in ("conditional", "lemma2")
         self._pairs = PairCounts(layout.size, len(tables), device=self._device) if counts_pairs else None
-        self._set_eta(shares.current)
+        # η of each table, which is changed in place later
+        self._eta = shares.current
+        if correction == "priority":
+            self.reads_changes = True
+            # all rows come from the default table, in proportion to these numbers
+            self._eta = (torch.arange(len(tables), device=self._device) == 0).to(torch.float64)
+            numbers = torch.ones_like(priorities.of_slot)
+            self._power = numbers, torch.ones(1, dtype=torch.float64, device=self._device)
+        self._settings = Views(self._eta, self._min_sizes, self._view.begins)
         if correction not in (None, "mixture"):
             self.why_not_joint = _PAIRS
         elif correction == "mixture" and tables.is_pinned:
@@ -111,27 +122,16 @@ class EventTableMixture(Distribution):
         # batch sizes for which the sizes of the tables were checked
         self._known_sizes: set[int] = set()
 
-    def _set_eta(self, eta: Tensor) -> None:
-        """Set η of each table, which is changed in place later."""
-        self._eta, self._settings = eta, Views(eta, self._min_sizes, self._view.begins)
-
     @property
     def max_supported_priority(self) -> float:
         return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
 
     # --- what subclasses with another q_k define
 
-    def _mark(self, slots: Tensor, moved: Tensor | None) -> Tensor:
-        """Called before the masses of ``slots`` [n] are set; ``moved`` [m] have entered or left a table.
-
-        Returns the slots whose masses have to be set.
-        """
-        return slots
-
     def _entries_changed(self, slots: Tensor, entries: Tensor | None, is_all: bool) -> None:
         """Called after ``slots`` [n] were written or updated, and what is at the positions ``entries`` has changed.
 
-        ``is_all``: all entries have changed.
+        ``is_all``: all entries have changed. ``entries`` needs :attr:`reads_changes`.
         """
 
     def _refresh(self) -> None:
@@ -175,20 +175,25 @@ class EventTableMixture(Distribution):
                 self._tree.clear_()
             elif begin != end and (view.is_copy or self.reads_changes or self._pairs):
                 changes = view.changes(begin)
-        if self.reads_changes:
-            slots = self._mark(slots, None if changes is None else changes[:, 1])
+        if self._correction == "priority":
+            slots = slots if changes is None else torch.cat([slots, self._stored(changes[:, 1])])
+            self._set_numbers(slots.clamp_min(0))
         slot_at, places, counts, journal = view.views()
         if view.is_copy:
             begin, end, journal = (0, 0, journal) if changes is None else (0, len(changes), changes)
         leaves, nodes, pages, _ = self._tree.arrays()
         masses = *self._power, slots.contiguous()
         events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
-        if self.reads_changes:
-            self._entries_changed(slots, None if changes is None else changes[:, 0], is_new)
+        self._entries_changed(slots, None if changes is None else changes[:, 0], is_new)
         if self._pairs is not None and not is_traced():
             moved = slots if changes is None else torch.cat([changes[:, 1], slots])
             moved = torch.arange(self._size, device=self._device) if is_new else moved
             self._pairs.set_tables(moved, view.find(moved) >= 0)
+
+    def _set_numbers(self, slots: Tensor) -> None:
+        """Set the numbers of ``slots`` [n] for correction "priority": 1 + η, or 1 − η outside of the event tables."""
+        event_share, inside = 1 - self._shares.current[0].float(), (self._view.find(slots) >= 0).any(0)
+        self._power[0].index_copy_(0, slots, torch.where(inside, 1 + event_share, 1 - event_share))
 
     def _stored(self, slots: Tensor) -> Tensor:
         """``slots`` [n]; -1 for those without a transition."""

@@ -1,4 +1,4 @@
-"""Draws from event tables by rank, by Ψ of ReaPER, and by membership in the event tables."""
+"""Draws from event tables by rank, and by Ψ of ReaPER."""
 
 from __future__ import annotations
 
@@ -17,31 +17,6 @@ from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
 from torchrl_replay_ext.samplers.rank import STEP, check_alpha
 from torchrl_replay_ext.samplers.reaper import Rejection
 from torchrl_replay_ext.samplers.rows import EpisodeReader
-
-
-class ByMembership(EventTableMixture):
-    """p(i) ∝ 1 + η inside of the union of the event tables, 1 − η outside, for η = Σ_{k>0} η_k (SSET, Sec. 4).
-
-    All rows are drawn from the default table.
-
-    Args:
-        arguments, keywords: those of :class:`EventTableMixture`.
-    """
-
-    reads_changes = True
-
-    def __init__(self, *arguments: Any, **keywords: Any):
-        super().__init__(*arguments, **keywords)
-        self._set_eta((torch.arange(len(self._eta), device=self._device) == 0).to(torch.float64))
-        numbers = torch.ones_like(self._priorities.of_slot)
-        self._power = numbers, torch.ones(1, dtype=torch.float64, device=self._device)
-
-    def _mark(self, slots: Tensor, moved: Tensor | None) -> Tensor:
-        slots = slots if moved is None else torch.cat([slots, self._stored(moved)])
-        marked, event_share = slots.clamp_min(0), 1 - self._shares.current[0].float()
-        inside = (self._view.find(marked) >= 0).any(0)
-        self._power[0].index_copy_(0, marked, torch.where(inside, 1 + event_share, 1 - event_share))
-        return slots
 
 
 class ByRank(EventTableMixture):
