@@ -15,11 +15,6 @@ from torchrl_replay_ext.core.write_observer import WriteObserver
 _ROUNDING = 4 * torch.finfo(torch.float32).eps
 
 
-def as_float32(number: float) -> float:
-    """``number`` rounded to float32."""
-    return torch.tensor(number, dtype=torch.float32).item()
-
-
 class Priorities(WriteObserver):
     """The priority d = max(|δ| + eps, min_priority) of each slot, and the priority of new transitions.
 

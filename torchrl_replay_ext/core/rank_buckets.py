@@ -100,6 +100,11 @@ class RankBuckets:
         rank_rank_of(self._bucket, self._place, self._members, self._counts, slots.contiguous(), rank)
         return rank
 
+    def density(self, slots: Tensor, alpha: Tensor) -> Tensor:
+        """rank^-alpha of each of ``slots`` [n], for ranks from 1 on, float64 [n]; 0 for slots without a transition."""
+        rank = self.rank_of(slots)
+        return (rank + 1).clamp_min(1).to(torch.float64) ** -alpha * (rank >= 0)
+
     def clear(self) -> None:
         """Remove all transitions."""
         self._bucket.fill_(NOWHERE)

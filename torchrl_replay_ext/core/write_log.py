@@ -108,17 +108,11 @@ class WriteLog(WriteObserver):
         count = slots.shape[0]
         weight = empty(generation, count, torch.float32) if density is not None and beta is not None else no_weights
         stamp = empty(generation, count, torch.int64) if is_stamped else no_stamps
-        rows_drawn(
-            generation,
-            slots,
-            nothing if density is None else density,
-            nothing if smallest is None else smallest,
-            nothing if beta is None else beta,
-            draws if is_counted else no_draws,
-            num_draws,
-            weight,
-            stamp,
-        )
+        density = nothing if density is None else density
+        smallest = nothing if smallest is None else smallest
+        beta = nothing if beta is None else beta
+        draws = draws if is_counted else no_draws
+        rows_drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, stamp)
         return None if weight is no_weights else as_tensor(weight), None if stamp is no_stamps else as_tensor(stamp)
 
     def count_draw(self, slots: Tensor) -> None:
@@ -185,11 +179,9 @@ class WriteLog(WriteObserver):
 
     def clear(self) -> None:
         """Mark all slots as empty and the ring position as unknown. Write numbers are not reset."""
-        self._make_draws_late()
         self.generation.zero_()
-        self._is_used.fill_(False)
         self.last_seen_step.fill_(-1)
-        self._announced = None
+        self.rebuild()
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""

@@ -18,8 +18,8 @@ the current alpha to the next 64 slots instead."""
 BETA = "Exponent of the importance-sampling weights."
 
 
-class exponent:
-    """Descriptor for a hyperparameter of a sampler: reads a float, accepts a number or a schedule.
+def exponent(name: str, doc: str, *, only_with: str = "") -> Any:
+    """A property for a hyperparameter of a sampler: reads a float, accepts a number or a schedule.
 
     Args:
         name: the name of the hyperparameter.
@@ -27,22 +27,17 @@ class exponent:
         only_with: the argument without which the sampler does not have the hyperparameter. Default: none.
     """
 
-    def __init__(self, name: str, doc: str, *, only_with: str = ""):
-        self._name, self.__doc__, self._only_with = name, doc, only_with
+    def require(sampler: DistributionSampler) -> None:
+        if name not in sampler.hyperparameters:
+            raise AttributeError(f"{type(sampler).__name__}.{name}: this sampler has no {name}; it needs {only_with}.")
 
-    def __get__(self, sampler: DistributionSampler | None, owner: type | None = None) -> Any:
-        if sampler is None:
-            return self
-        self._require(sampler)
-        return float(sampler.hyperparameters[self._name].value)
+    def get(sampler: DistributionSampler) -> float:
+        require(sampler)
+        return float(sampler.hyperparameters[name].value)
 
-    def __set__(self, sampler: DistributionSampler, value: float | Tensor | Anneal) -> None:
-        self._require(sampler)
+    def set_(sampler: DistributionSampler, value: float | Tensor | Anneal) -> None:
+        require(sampler)
         with sampler.exclusive():
-            sampler.state.set_hyperparameter(self._name, value)
+            sampler.state.set_hyperparameter(name, value)
 
-    def _require(self, sampler: DistributionSampler) -> None:
-        if self._name not in sampler.hyperparameters:
-            raise AttributeError(
-                f"{type(sampler).__name__}.{self._name}: this sampler has no {self._name}; it needs {self._only_with}."
-            )
+    return property(get, set_, doc=doc)

@@ -114,19 +114,19 @@ class RankBased(Distribution):
         return Draw(slots, density, None if self._weight_norm == "batch" else smallest)
 
     def _draw_piecewise(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        num, count = self._ranks.total(), u.shape[0]
-        self._num_segments = count
-        bounds = begin, width = self._bounds(num, count)
+        self._num_segments = count = u.shape[0]
+        begin, width = self._bounds(count)
         scaled = u * count
         segment = scaled.to(torch.int64).clamp_max(count - 1)
         within = (scaled - segment) * gather_in_bounds(width, segment)
         rank = gather_in_bounds(begin, segment) + within.to(torch.int64)
         # if nothing can be drawn, the rank is -1, which finds slot 0
-        density = self._density(rank.clamp_min(0), bounds) * (num > 0)
-        return self._ranks.find(rank), density, self._density(begin, bounds).amin().reshape(1)
+        density = self._piecewise_density(rank.clamp_min(0), begin, width) * (rank >= 0)
+        return self._ranks.find(rank), density, self._piecewise_density(begin, begin, width).amin().reshape(1)
 
-    def _bounds(self, num: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _bounds(self, count: int) -> tuple[Tensor, Tensor]:
         """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
+        num = self._ranks.total()
         parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
         total = gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
         # a boundary that lies on the end of a rank must not include the next rank because of rounding
@@ -136,14 +136,12 @@ class RankBased(Distribution):
         begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
         return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
 
-    def _density(self, rank: Tensor, bounds: tuple[Tensor, Tensor] | None) -> Tensor:
+    @staticmethod
+    def _piecewise_density(rank: Tensor, begin: Tensor, width: Tensor) -> Tensor:
         """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
 
-        ``bounds``: the segments of :meth:`_bounds`, or None for exact probabilities.
+        ``begin`` and ``width``: the segments, see :meth:`_bounds`.
         """
-        if bounds is None:
-            return (rank + 1).to(torch.float64) ** -self._table_alpha
-        begin, width = bounds
         # a rank lies in consecutive segments: the first has any width, the others contain only this rank
         first = torch.searchsorted(begin + width, rank, right=True)
         end = torch.searchsorted(begin, rank, right=True)
@@ -152,9 +150,10 @@ class RankBased(Distribution):
 
     def density(self, slots: Tensor) -> Tensor:
         self._prepare()
+        if not self._num_segments:
+            return self._ranks.density(slots, self._table_alpha)
         rank = self._ranks.rank_of(slots)
-        bounds = self._bounds(self._ranks.total(), self._num_segments) if self._num_segments else None
-        return self._density(rank.clamp_min(0), bounds) * (rank >= 0)
+        return self._piecewise_density(rank.clamp_min(0), *self._bounds(self._num_segments)) * (rank >= 0)
 
 
 class RankBasedSampler(DistributionSampler):

@@ -49,9 +49,8 @@ class Recency(Distribution):
         rank = self._tree.prefix(self._end) - 1 - age
         # if nothing can be drawn, the rank is -1, which finds slot 0
         slots, mass = self._tree.find(torch.minimum(rank + total * (rank < 0), total - 1))
-        return Draw(
-            slots, self._decay(age) * mass, self._decay(total - 1).clamp_min(2.0**-1022).reshape(1)
-        )  # must not underflow
+        smallest = self._decay(total - 1).clamp_min(2.0**-1022)  # must not underflow
+        return Draw(slots, self._decay(age) * mass, smallest.reshape(1))
 
     def density(self, slots: Tensor) -> Tensor:
         age = (self._tree.prefix(self._end) - 1 - self._tree.prefix(slots)) % self._tree.total().clamp_min(1)

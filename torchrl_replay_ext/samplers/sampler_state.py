@@ -17,7 +17,7 @@ from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, to_device
 from torchrl_replay_ext.core.layout import Layout, out_of_range
-from torchrl_replay_ext.core.priorities import Priorities, as_float32
+from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.indices import as_index
@@ -90,8 +90,7 @@ class SamplerState:
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
         self.observers = [observe(self.log) for observe in make_observers]
-        restrictions = [part.restricts_to for part in self.observers if part.restricts_to is not None]
-        self.distribution.restricted_to = restrictions[0] if restrictions else None
+        self.distribution.restricted_to = next((part.restricts_to for part in self.observers), None)
         # All parts that are updated at each write. Parts may reject rows, and those before then remove them again. Sums
         # of episodes lose only their oldest rows, so the parts of the distribution follow the observers.
         parts = self.priorities, *self.observers, *self.distribution.parts, self.distribution
@@ -475,7 +474,7 @@ class SamplerState:
     def check_valid(self) -> None:
         """Raise AssertionError if the state is inconsistent. O(N)."""
         largest = self.priorities.largest_so_far()
-        if largest > as_float32(self.distribution.max_supported_priority):
+        if largest > torch.tensor(self.distribution.max_supported_priority, dtype=torch.float32).item():
             raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
         for part in (self.log, *self._parts):
             part.check_valid()

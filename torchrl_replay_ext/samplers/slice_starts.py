@@ -228,17 +228,14 @@ class SliceStarts(Distribution):
         return {f"slices_{name}": tensor for name, tensor in tensors.items()}
 
     def rebuild(self) -> None:
-        self.starts.leaves[: self._size] = self._find_starts(self._stored())
+        self.starts.leaves[: self._size] = self._find_starts(self._log.generation > 0)
         self.starts.rebuild_()
         if self._reader.on_load == "truncate":
             self.lanes.end_all()
 
-    def _stored(self) -> Tensor:
-        return self._log.generation > 0
-
     def check_valid(self) -> None:
-        layout, step, time, stored = self._log.layout, int(self._log.last_seen_step), int(self._time), self._stored()
-        end = (step + 1) * layout.slots_per_step
+        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self._time)
+        stored, end = self._log.generation > 0, (step + 1) * layout.slots_per_step
         # the rows of a write that was refused later are not stored
         if step >= 0 and bool(stored[time % self._size]) and (end - time - 1) % self._size:
             raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
@@ -274,7 +271,7 @@ class SliceStarts(Distribution):
     def stats(self) -> dict[str, Tensor]:
         """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
         return {
-            "num_items": self._stored().sum(),
+            "num_items": (self._log.generation > 0).sum(),
             "num_starts": self.starts.leaves.sum(),
             "interrupted": self.lanes.interrupted.sum(),
         }
