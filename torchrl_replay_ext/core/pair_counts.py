@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import is_last_occurrence
+
+if TYPE_CHECKING:
+    from torchrl_replay_ext.samplers.rows import RowView
 
 # The odd constants of splitmix64, as signed integers.
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -43,7 +51,7 @@ def hash_rows(columns: list[Tensor]) -> Tensor:
     return _mixed(_mixed(entries + salt).sum(1))
 
 
-class PairCounts:
+class PairCounts(WriteObserver):
     """Counts the stored transitions of each (state, action): in total, in each event table, and in any event table.
 
     A count-min sketch (Cormode and Muthukrishnan 2005): each pair has one of at least 2N counters in each of three
@@ -53,12 +61,13 @@ class PairCounts:
     Args:
         size: number of slots, N.
         tables: number of tables, including the default table.
+        keys: the entries with the state and the action.
         device: device of the tensors.
     """
 
-    def __init__(self, size: int, tables: int, *, device: torch.device):
+    def __init__(self, size: int, tables: int, keys: Sequence[NestedKey], *, device: torch.device):
         self._width = 1 << (2 * size - 1).bit_length()
-        self._tables = tables
+        self._tables, self._keys = tables, keys
         # not computed in graphs: Triton rejects the product of an int32 index and such a constant
         self._salts = torch.arange(_ROWS, device=device).unsqueeze(1) * _MIX[0]
         # hash of the pair in each slot, -1 if empty
@@ -77,7 +86,7 @@ class PairCounts:
         self._listed.zero_()
         self._add(0, self._hash, (self._hash >= 0).unsqueeze(0))
 
-    def clear_(self) -> None:
+    def clear(self) -> None:
         """Remove all transitions."""
         self._hash.fill_(-1)
         self.rebuild()
@@ -96,14 +105,10 @@ class PairCounts:
         change = change.to(torch.int32).unsqueeze(1).expand(-1, _ROWS, -1)
         self._counts.index_put_((table, self._counters(hashes)), change, accumulate=True)
 
-    def write(self, slots: Tensor, columns: list[Tensor]) -> None:
-        """Replace the transitions in some slots by new ones, which are in no event table yet.
-
-        Args:
-            slots: int64 [n].
-            columns: states and actions of the new transitions, tensors [n, ...], equal for equal slots.
-        """
-        hashes = hash_rows(columns) & (2**63 - 1)
+    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+        """Replace the transitions in some slots by new ones, which are in no event table yet."""
+        why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
+        hashes = hash_rows([rows.entry(key, why) for key in self._keys]) & (2**63 - 1)
         self.remove(slots)
         self._hash[slots] = hashes
         self._add(0, hashes, is_last_occurrence(slots).unsqueeze(0))

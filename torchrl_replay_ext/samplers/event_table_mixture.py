@@ -84,7 +84,7 @@ class EventTableMixture(Distribution):
     ):
         self._log, self._priorities, self._tables, self._shares = log, priorities, tables, shares
         self._allocation: Allocation = allocation
-        self._correction, self._pair_keys, self._alpha, self._beta = correction, pair_keys, alpha, beta
+        self._correction, self._alpha, self._beta = correction, alpha, beta
         self.takes_priorities = alpha is not None
         layout = log.layout
         self._size, self._device = layout.size, layout.device
@@ -102,8 +102,10 @@ class EventTableMixture(Distribution):
         self._power = nothing if alpha is None else (priorities.of_slot, alpha.tensor)
         # the counter of changes of the tables that this distribution has applied; -1: none
         self._seen = torch.full((1,), -1, dtype=torch.int64, device="cpu")
-        counts_pairs = correction in ("conditional", "lemma2")
-        self._pairs = PairCounts(layout.size, len(tables), device=self._device) if counts_pairs else None
+        self._pairs: PairCounts | None = None
+        if correction in ("conditional", "lemma2"):
+            self._pairs = PairCounts(layout.size, len(tables), pair_keys, device=self._device)
+            self.parts = (self._pairs,)
         # η of each table, which is changed in place later
         self._eta = shares.current
         if correction == "priority":
@@ -207,9 +209,6 @@ class EventTableMixture(Distribution):
         self._tables.adopt(count, next_slot)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        if self._pairs is not None:
-            why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
-            self._pairs.write(slots, [rows.entry(key, why) for key in self._pair_keys])
         if self.takes_priorities:
             # the masses are computed from d before the write is recorded
             self._priorities.of_slot[slots] = -priority.float()
@@ -220,8 +219,6 @@ class EventTableMixture(Distribution):
         self.sync()
         if self.slots_in_ring_order:
             self._tree.write(slots, 0)
-        if self._pairs is not None:
-            self._pairs.remove(slots)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._follow(slots)
@@ -373,19 +370,14 @@ class EventTableMixture(Distribution):
     def clear(self) -> None:
         self._seen.fill_(-1)
         self._tree.clear_()
-        if self._pairs is not None:
-            self._pairs.clear_()
 
     def tensors(self) -> dict[str, Tensor]:
-        pairs = {} if self._pairs is None else self._pairs.tensors()
-        return {"eta": self._shares.state} | pairs
+        return {"eta": self._shares.state}
 
     def rebuild(self) -> None:
         # the masses follow from the tables and the priorities, and the tables may be loaded later
         self._seen.fill_(-1)
         self._shares.rebuild()
-        if self._pairs is not None:
-            self._pairs.rebuild()
 
     def check_valid(self) -> None:
         self.sync()

@@ -17,6 +17,7 @@ from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.base import Draw, ShardRows, Sums
@@ -25,7 +26,7 @@ from torchrl_replay_ext.samplers.proportional import PowerDistribution
 from torchrl_replay_ext.samplers.rows import EpisodeReader, Truncated
 
 
-class Rejection:
+class Rejection(WriteObserver):
     """Draws leaves of a sum tree from Ψ: each row proposes leaves that follow m until one is accepted.
 
     The probability to accept a proposal is R^ω.
@@ -68,17 +69,9 @@ class Rejection:
             self._tree.raise_if_empty(arrays[1])
             rows = none, zero, arrays[1][:1]
         leaf, density = empty(none, batch_size, torch.int64), empty(none, batch_size, torch.float64)
-        reaper_draw(
-            random_seed(self._acceptance.device, generator),
-            *rows,
-            self._omega.views()[0],
-            none if self._tables is None else self._tables.slot_at,
-            *arrays,
-            leaf,
-            density,
-            self._acceptance,
-            *self._episodes.arrays(),
-        )
+        seed, omega = random_seed(self._acceptance.device, generator), self._omega.views()[0]
+        slot_at = none if self._tables is None else self._tables.slot_at
+        reaper_draw(seed, *rows, omega, slot_at, *arrays, leaf, density, self._acceptance, *self._episodes.arrays())
         return leaf, density
 
     def factor(self, slots: Tensor) -> Tensor:
@@ -102,7 +95,7 @@ class Rejection:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save."""
-        return {} if self._tables is None else {"acceptance": self._acceptance}
+        return {"acceptance": self._acceptance}
 
 
 class ReliabilityAdjusted(PowerDistribution):

@@ -90,9 +90,7 @@ class ByRank(EventTableMixture):
     def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         positions, result = self._view.positions(slots), per_mass.new_zeros(slots.shape[0])
         for number, (table, ranks) in enumerate(self._ranks):
-            rank = ranks.rank_of(positions[number] - table.start)
-            mass = (rank + 1).clamp_min(1).to(torch.float64) ** -self._table_alpha * (rank >= 0)
-            result = result + per_mass[number] * mass
+            result = result + per_mass[number] * ranks.density(positions[number] - table.start, self._table_alpha)
         return result
 
     def clear(self) -> None:
@@ -128,8 +126,8 @@ class ByReliability(EventTableMixture):
     def __init__(self, *arguments: Any, omega: Hyperparameter, reader: EpisodeReader, **keywords: Any):
         super().__init__(*arguments, **keywords)
         self._episodes = EpisodeIndex(self._log, reader)
-        self.parts = (self._episodes,)
         self._rejection = Rejection(self._tree, self._episodes, omega, self._view)
+        self.parts = self._episodes, self._rejection
 
     @property
     def max_supported_priority(self) -> float:
@@ -151,17 +149,6 @@ class ByReliability(EventTableMixture):
     def update(self, slots: Tensor, priority: Tensor) -> None:
         self._episodes.update(slots, priority)
         super().update(slots, priority)
-
-    def clear(self) -> None:
-        super().clear()
-        self._rejection.clear()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | self._rejection.tensors()
-
-    def check_valid(self) -> None:
-        super().check_valid()
-        self._rejection.check_valid()
 
     def stats(self) -> dict[str, Tensor]:
         rate = (self._rejection.acceptance() * self._eta).sum()
