@@ -5,6 +5,7 @@ import pytest
 BEGIN = time.monotonic()
 
 import torch  # noqa: E402
+from hydra.core.config_store import ConfigStore  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -25,6 +26,14 @@ def from_scratch():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_schemas_of_torchrl(monkeypatch):
+    """For recipes: other tests may have imported TorchRL's configurations, whose groups have the names of theirs."""
+    store = ConfigStore.instance()
+    own = {name: entries for name, entries in store.repo.items() if name not in ("logger", "sampler")}
+    monkeypatch.setattr(store, "repo", own)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ from torchrl_replay_ext import (
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.usefixtures("no_schemas_of_torchrl"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
     # warnings of torch's compiler for CUDA devices, of its first CUDA graph, and of set_sync_debug_mode

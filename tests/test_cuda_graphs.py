@@ -23,7 +23,7 @@ from tests.recipes.runs import composed
 from tests.test_compiled import CASES, assert_same_sampler, step
 from torchrl_replay_ext import AdamStep, compile_step
 
-pytestmark = pytest.mark.usefixtures("from_scratch")
+pytestmark = pytest.mark.usefixtures("from_scratch", "no_schemas_of_torchrl")
 
 
 class Backend:

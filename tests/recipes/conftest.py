@@ -3,17 +3,13 @@
 import sys
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from recipes import plot
 
 
 @pytest.fixture(autouse=True)
-def no_schemas_of_torchrl(monkeypatch):
-    """Other tests may have imported TorchRL's configurations, whose groups have the names of the recipes' groups."""
-    store = ConfigStore.instance()
-    own = {name: entries for name, entries in store.repo.items() if name not in ("logger", "sampler")}
-    monkeypatch.setattr(store, "repo", own)
+def only_schemas_of_recipes(no_schemas_of_torchrl):
+    pass
 
 
 @pytest.fixture
