@@ -1,6 +1,7 @@
 """Writes by the writer of compilable buffers."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def test_a_list_takes_more_rows_than_it_has_room_for():
     rb = TensorDictReplayBuffer(storage=ListStorage(CAPACITY), writer=CompilableWriter(), batch_size=4)
     rb.extend(rows(0, 23))
     assert sorted(int(row["step"]) for row in rb.storage.get(range(CAPACITY))) == list(range(13, 23))
+
+
+@pytest.mark.parametrize(
+    ("stored", "cursor", "error"),
+    [(4, 4, None), (4, 5, "end before step 4"), (4, -1, "the state was damaged"), (CAPACITY, 5, None)],
+)
+def test_a_cursor_that_leaves_a_gap_is_refused(stored, cursor, error):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), writer=CompilableWriter(), batch_size=4)
+    rb.extend(rows(0, stored))
+    before = rb.writer.state_dict()
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        rb.writer.load_state_dict({**before, "_cursor": cursor})
+    assert rb.writer.state_dict()["_cursor"] == (before["_cursor"] if error else cursor)
 
 
 @pytest.mark.parametrize("make", [ReaPERSampler, lambda size: TrajectoryRetraceSampler(size, slice_len=2)])

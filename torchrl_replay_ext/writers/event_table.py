@@ -138,6 +138,8 @@ class EventTableWriter(CompilableWriter):
         super().__init__()
         # the tables that the writer fills
         self.tables, self._on_load = tables, on_load
+        # pinned tables choose the slots
+        self._follows_ring = not tables.is_pinned
         self._keys, self._optional = [*keys.values()], (init_key, _TRAJECTORY)
         self._has_context = any(spec.context for spec in tables.specs)
         self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])

@@ -80,6 +80,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         track_generations: as in TorchRL's writer; not supported in compiled graphs. Default: False.
     """
 
+    # True if rows are written to one slot of the ring after the other
+    _follows_ring = True
+
     def __init__(self, *, track_generations: bool = False):
         self.cursor_value = torch.zeros((), dtype=torch.int64)
         self._write_count_value = torch.zeros((), dtype=torch.int64)
@@ -241,13 +244,26 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return index
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state. ValueError if a counter is negative or not an integer; nothing is changed then."""
+        """Restore a state; load that of the storage first.
+
+        Raises:
+            ValueError: if a counter is negative or not an integer, or the next row does not follow those of a storage
+                that is not full; nothing is changed then.
+        """
+        call = f"{type(self).__name__}.load_state_dict"
         for name in ("_cursor", "_write_count"):
             value = {"_write_count": 0, **state_dict}.get(name)
             if not isinstance(value, int) or not 0 <= value <= MOST:
                 raise ValueError(
-                    f"{type(self).__name__}.load_state_dict: {name} is {value!r}, expected an integer in [0, {MOST}]; "
-                    "the state was damaged."
+                    f"{call}: {name} is {value!r}, expected an integer in [0, {MOST}]; the state was damaged."
+                )
+        known = None if self._storage is None else shape_and_device(self._storage)
+        if known is not None and self._follows_ring and 0 < length(self._storage) < math.prod(known[0]):
+            following = step_after_rows(self._storage)
+            if state_dict["_cursor"] != following:
+                raise ValueError(
+                    f"{call}: _cursor is {state_dict['_cursor']}, but the rows of the storage end before step "
+                    f"{following}. Load the states of one buffer, that of the storage first (rb.load_state_dict does)."
                 )
         super().load_state_dict(state_dict)
 
