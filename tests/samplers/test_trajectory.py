@@ -410,6 +410,17 @@ def test_an_annealed_exponent_gives_other_steps_no_mass(compilable):
     assert_first_steps(buffer, [30, 41, 70], [1.0] * 3, 0.0)
 
 
+def test_padding_is_forgotten_when_the_buffer_is_emptied():
+    buffer = buffer_of(anchors=proportional(), slices=1)
+    buffer.extend(rows(2, done=[1]))
+    batch = buffer.sample()
+    assert not batch["collector", "mask"].all()
+    buffer.empty()
+    buffer.extend(rows(2, done=[1]))
+    buffer.update_priority(batch["index"].clone(), torch.tensor([4.0, 4.0, 4.0, 9.0]))
+    assert buffer.sampler.stats()["max_priority"] == pytest.approx(9, abs=1e-3)
+
+
 @pytest.mark.parametrize("anchors", [proportional, RankBasedSampler])
 def test_the_priority_of_a_slice_is_the_td_error_in_its_first_row(anchors):
     buffer = buffer_of(anchors=anchors(), starts="episode", slices=50)

@@ -421,6 +421,7 @@ class SamplerState:
             part.clear()
         self._counts.zero_()
         self._cursor.zero_()
+        self._padded.clear()
         self._knows_storage = False
 
     def tensors(self) -> dict[str, Tensor]:
