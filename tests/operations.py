@@ -126,21 +126,25 @@ class Driven(Modelled):
             real = known[-1] if known else [True] * len(batch)
         errors = self.td_errors(len(batch))
         batch.data["td_error"] = torch.where(torch.tensor(real), errors, math.nan)
-        counts = [self.dropped_updates()]
+        before = self.dropped_updates()
         self.buffer.update_tensordict_priority(batch.data)
+        rows = zip(batch.slots, errors.tolist(), batch.stamps, strict=True)
+        self.expect(before, [row for row, is_real in zip(rows, real, strict=True) if is_real])
+
+    def expect(self, dropped: int, rows: list[tuple[int, float, int]]) -> None:
+        """Update the reference: the slot, the TD error and the stamp of each row; ``dropped`` rows were late before."""
         if self.reference is None or not self.sampler.takes_priorities:
             return
         draws, fresh = self.reference.draws, []
-        for slot, stamp, error, is_real in zip(batch.slots, batch.stamps, errors.tolist(), real, strict=True):
-            if is_real:
-                is_stamped = self.setting.compilable
-                late = self.reference.stamps([slot]) != [stamp] if is_stamped else draws.expects_late(slot)
-                draws.update(slot, late)
-                counts.append(late)
-                if not late:
-                    fresh.append((slot, error))
+        for slot, error, stamp in rows:
+            is_stamped = self.setting.compilable and stamp >= 0
+            late = self.reference.stamps([slot]) != [stamp] if is_stamped else draws.expects_late(slot)
+            draws.update(slot, late)
+            dropped += late
+            if not late:
+                fresh.append((slot, error))
         self.reference.update([slot for slot, _ in fresh], [error for _, error in fresh])
-        assert self.dropped_updates() == sum(counts)
+        assert self.dropped_updates() == dropped
 
     def dropped_updates(self) -> int:
         return int(self.sampler.stats().get("dropped_updates", torch.zeros(())))
@@ -168,9 +172,10 @@ class Driven(Modelled):
     def update_by_index(self, count: int | None = None) -> None:
         index, slots = self.some_index(count or self.rng.randint(1, 6))
         error = self.td_errors(len(slots))
+        before = self.dropped_updates()
         self.buffer.update_priority(index, error)
-        if self.reference is not None:
-            self.reference.update(slots, error.tolist())
+        # a batch may leave rows that are waited for, if it was taken for another one with other padding
+        self.expect(before, [(slot, each, -1) for slot, each in zip(slots, error.tolist(), strict=True)])
 
     def update_wrongly(self) -> None:
         if not self.sampler.takes_priorities:
