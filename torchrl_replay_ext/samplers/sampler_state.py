@@ -33,7 +33,6 @@ NO_TD_ERROR = -(2.0**-100)
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
 
-
 MakeDistribution = Callable[[WriteLog, Priorities], Distribution]
 MakeObserver = Callable[[WriteLog], WriteObserver]
 
@@ -90,7 +89,8 @@ class SamplerState:
         # the slots of the last padded draws, and their real rows
         self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
         self.observers = [observe(self.log) for observe in make_observers]
-        self.distribution.restricted_to = next((part.restricts_to for part in self.observers), None)
+        restrictions = (part.restricts_to for part in self.observers)
+        self.distribution.restricted_to = next((each for each in restrictions if each is not None), None)
         # All parts that are updated at each write. Parts may reject rows, and those before then remove them again. Sums
         # of episodes lose only their oldest rows, so the parts of the distribution follow the observers.
         parts = self.priorities, *self.observers, *self.distribution.parts, self.distribution
