@@ -19,7 +19,8 @@ runs.csv has one row per run, with the columns
 
     recipe, env, variant, seed
     env_steps, updates     total numbers
-    threshold, reached     value to reach, and env steps after which the run reached it (empty: not reached)
+    threshold, reached     value to reach, and env steps after which the run reached it (empty: not reached);
+                           evaluations before the first update do not count
     last, best, final      last evaluation, best evaluation, and mean of the last tenth of the evaluations
     wall_time, cpu_time    seconds, and CPU seconds of the process
     commit, torch          version of the code and of torch
@@ -165,14 +166,16 @@ class Pool:
             | {column: row[column] for column in (study.column, *study.also)}
             for row in evaluations
         ]
-        steps = [int(row["env_steps"]) for row in evaluations]
         values = [float(row[study.column]) for row in evaluations]
         config, last = files.load_config(self.directory(job) / files.CONFIG), evaluations[-1]
         threshold = config.env.reward_threshold if study.least is None else study.least
         stopped = files.was_stopped(config, evaluations)
-        reached = files.steps_to_reach(steps, values, threshold, study.in_a_row, stopped=stopped)
+        # evaluations before the first update judge the random initial network
+        trained = [row for row in evaluations if int(row["updates"])]
+        of_trained = [int(row["env_steps"]) for row in trained], [float(row[study.column]) for row in trained]
+        reached = files.steps_to_reach(*of_trained, threshold, study.in_a_row, stopped=stopped)
         of_run = key | {
-            "env_steps": steps[-1],
+            "env_steps": last["env_steps"],
             "updates": last["updates"],
             "threshold": "" if threshold is None else threshold,
             "reached": "" if reached is None else reached,

@@ -295,7 +295,8 @@ class Run:
         score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold
         counters.last_return = score
         counters.best_return = score if best is None else max(best, score)
-        if counters.reached_at is None and reaches(score, threshold):
+        # an untrained network that is lucky has solved nothing
+        if counters.reached_at is None and counters.updates and reaches(score, threshold):
             counters.reached_at = self.env_steps
 
     def _save(self) -> bool:
