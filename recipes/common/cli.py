@@ -35,13 +35,14 @@ RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "c
 OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 
 
-def run_recipe(name: str, function: str = "train") -> NoReturn:
+def run_recipe(name: str, module: str | None = None, function: str = "train") -> NoReturn:
     """Read the command line with Hydra, run the recipe once per job and exit with its exit code.
 
     The configurations of all jobs are checked before the recipe's module is imported, because that imports torch.
 
     Args:
-        name: the recipe; names its module, its configuration, recipes/conf/<name>.yaml, and its class in SCHEMAS.
+        name: the recipe; names its configuration, recipes/conf/<name>.yaml, and its class in SCHEMAS.
+        module: the module to import. Default: recipes.<name>.
         function: name of the module's function that runs a job. It is called with the checked configuration and the
             run directory, which it makes, and returns an exit code. It may raise ConfigError before training starts.
             Default: "train".
@@ -61,7 +62,7 @@ def run_recipe(name: str, function: str = "train") -> NoReturn:
                 overrides = OverridesParser.create().parse_overrides(options.words)
                 (jobs,) = BasicSweeper.split_arguments(overrides, None)
         for config, run_dir in [compose_job(name, words, multirun=options.multirun) for words in jobs]:
-            code = run_job(name, function, config, run_dir)
+            code = run_job(module or f"recipes.{name}", function, config, run_dir)
             if code != DONE:
                 sys.exit(code)
     except ConfigError as error:
@@ -115,9 +116,9 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
     return parsed, run_dir
 
 
-def run_job(name: str, function: str, config: Any, run_dir: Path) -> int:
+def run_job(module: str, function: str, config: Any, run_dir: Path) -> int:
     """Run a job and return its exit code."""
-    recipe = import_module(f"recipes.{name}")
+    recipe = import_module(module)
     logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
     try:
         return getattr(recipe, function)(config, run_dir)

@@ -26,14 +26,14 @@ from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.curves import draw_runs, read_run
 from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Camera, Evaluation, Policy, Value
-from recipes.common.figures import save
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
 from recipes.common.schemas import DistributedRun
+from recipes.studies.curves import draw_runs, read_run
+from recipes.studies.figures import save
 
 CURVE = "learning_curve.png"
 

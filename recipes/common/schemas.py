@@ -393,7 +393,7 @@ class StudyConfig(Checked):
         also: further columns of progress.csv that curves.csv keeps. Default: [].
         least: value of the column to reach. Default: None, env.reward_threshold.
         in_a_row: number of consecutive evaluations that must reach `least`, >= 1; the first of them counts. Default: 1.
-        peaks: compare peak scores (recipes.common.peaks), not the steps to a value; for Atari games. Default: False.
+        peaks: compare peak scores (recipes.studies.peaks), not the steps to a value; for Atari games. Default: False.
         claims: results in the paper, by environment and variant. Default: {}.
     """
 

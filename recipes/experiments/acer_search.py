@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from recipes.common import figures
-from recipes.common.curves import correlation
 from recipes.common.errors import ConfigError, reason
 from recipes.common.files import RUNS, markdown, read_csv
+from recipes.studies import figures
+from recipes.studies.curves import correlation
 
 BEST = 5
 SEARCHED = {"acer.learning_rate": "learning rate", "acer.delta": "δ"}

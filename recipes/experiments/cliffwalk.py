@@ -34,9 +34,9 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.checked import positive
-from recipes.common.figures import explain, label, looks, panel_grid, sample_line, styled
 from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
+from recipes.studies.figures import explain, label, looks, panel_grid, sample_line, styled
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 COLUMNS = {"num_states": int, "strategy": str, "seed": int, "updates": int}  # of cliffwalk.csv

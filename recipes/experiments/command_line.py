@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from recipes.common.errors import ConfigError, reason
-from recipes.common.figures import files_of, save
 from recipes.common.files import append_rows, read_csv
+from recipes.studies.figures import files_of, save
 
 Row = dict[str, Any]
 

@@ -41,14 +41,14 @@ from recipes import td3
 from recipes.common.checked import positive
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import parse_config
-from recipes.common.curves import bootstrap_interval, ratio_of_means
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
-from recipes.common.figures import GREY, explain, looks, panel_grid, sample_line, styled
 from recipes.common.files import CHECKPOINT, CONFIG, load_config, markdown, require_files
 from recipes.common.replay import make_replay
 from recipes.common.schemas import TD3Run
 from recipes.experiments.command_line import ExperimentParser, Row
+from recipes.studies.curves import bootstrap_interval, ratio_of_means
+from recipes.studies.figures import GREY, explain, looks, panel_grid, sample_line, styled
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 from torchrl_replay_ext.samplers.candidates import Granularity

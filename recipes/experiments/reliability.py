@@ -36,13 +36,13 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.checked import positive
-from recipes.common.curves import Curve, bootstrap_interval, correlation, draw_runs, ratio_of_means
-from recipes.common.figures import env_label
 from recipes.common.files import markdown
 from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from recipes.experiments.tabular import experience, learn
+from recipes.studies.curves import Curve, bootstrap_interval, correlation, draw_runs, ratio_of_means
+from recipes.studies.figures import env_label
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.functional import reliability
 

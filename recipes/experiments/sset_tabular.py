@@ -37,11 +37,11 @@ from torchrl.data.replay_buffers import RandomSampler
 from tqdm import tqdm
 
 from recipes.common.checked import positive
-from recipes.common.curves import Curve, draw_runs
 from recipes.common.files import markdown
 from recipes.envs.rooms import Rooms, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from recipes.experiments.tabular import experience, learn
+from recipes.studies.curves import Curve, draw_runs
 from torchrl_replay_ext import (
     EventSpec,
     EventTables,

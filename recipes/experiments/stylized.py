@@ -29,10 +29,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from recipes.common.checked import positive
-from recipes.common.curves import BAND, curve_entries
-from recipes.common.figures import explain, looks, panel_grid, styled
 from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
+from recipes.studies.curves import BAND, curve_entries
+from recipes.studies.figures import explain, looks, panel_grid, styled
 from torchrl_replay_ext.functional import reliability
 
 # columns of stylized.csv

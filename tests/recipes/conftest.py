@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from recipes import plot
+from recipes.studies import plot
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from recipes.common.atari_presets import GAMES
-from recipes.common.curves import Curve
 from recipes.common.errors import ConfigError
-from recipes.common.peaks import Peaks
+from recipes.studies.curves import Curve
+from recipes.studies.peaks import Peaks
 
 # scores of random actions, from the table of the recipes
 AMIDAR, BOWLING, PONG = (GAMES[game][0] for game in ("amidar", "bowling", "pong"))

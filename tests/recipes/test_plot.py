@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from recipes import plot
-from recipes.common import curves, figures
-from recipes.common.curves import smooth
 from recipes.common.errors import ConfigError
+from recipes.studies import curves, figures, plot
+from recipes.studies.curves import smooth
 from tests.recipes.runs import ROOT
 
 

@@ -13,12 +13,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from recipes import plot, study
-from recipes.common import files, report
+from recipes.common import files
 from recipes.common.cli import DONE, FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
 from recipes.experiments import reliability
+from recipes.studies import plot, report, study
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 

@@ -15,13 +15,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.common import curves, figures
 from recipes.common.cli import parse_config
-from recipes.common.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows, require_files
-from recipes.common.peaks import Peaks
 from recipes.common.schemas import StudyConfig
+from recipes.studies import curves, figures
+from recipes.studies.curves import Curve, curve_entries, curve_note, draw_curves, read_table
+from recipes.studies.peaks import Peaks
 
 TABLE, FIGURE = "table.md", "figure"
 LINES = 4  # most variants beside the baseline in a panel of learning curves

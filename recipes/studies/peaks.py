@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
-from recipes.common import figures
 from recipes.common.atari_presets import GAMES
-from recipes.common.curves import Curve, curve_entries
 from recipes.common.errors import ConfigError
 from recipes.common.files import markdown
+from recipes.studies import figures
+from recipes.studies.curves import Curve, curve_entries
 
 # The runs of each game and variant.
 Runs = Mapping[str, Mapping[str, Sequence[Curve]]]

@@ -1,0 +1,1 @@
+"""Evidence: runs studies of many runs, compares them, and draws their tables and figures."""
