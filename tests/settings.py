@@ -153,10 +153,7 @@ def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -
 
 def decoupled(own: Setting, rng: random.Random) -> dict[str, Any]:
     parts = proportional(own, rng)
-    arguments = {
-        "granularity": rng.choice(["batch", "transition"]),
-        "candidate_sampler": RecencySampler(own.capacity, half_life=2) if rng.random() < 0.5 else None,
-    }
+    arguments = {"granularity": rng.choice(["batch", "group"]), "group_size": 1}
     return parts | {"sampler": DecoupledSampler(parts["sampler"], linear_policy(), num_candidates=2, **arguments)}
 
 

@@ -130,10 +130,11 @@ def test_a_loaded_storage_lies_on_its_own_device(device):
     assert loaded[:]["observation"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
-@pytest.mark.parametrize("granularity", ["batch", "transition"])
+@pytest.mark.parametrize("granularity", ["batch", "group"])
 def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
     policy = linear_policy(observation=3).to("emulated")
-    sampler = DecoupledSampler(ProportionalSampler(40), policy, num_candidates=4, granularity=granularity)
+    arguments = {"num_candidates": 4, "granularity": granularity, "group_size": 2}
+    sampler = DecoupledSampler(ProportionalSampler(40), policy, **arguments)
     buffer = buffer_with(sampler, 40, compilable=True, device="emulated", batch_size=8)
     data = Flat().take(40)
     with torch.no_grad():

@@ -8,9 +8,7 @@ not improve it; its authors do not explain why. This experiment takes buffer and
 draws the actor's batches with DecoupledSampler, and measures how much nearer to the policy they are than uniform
 batches. The CSV has one row per granularity and K; each ratio is followed by its 95 % bootstrap interval over draws:
 
-- *score*: score of the chosen candidate / mean score of the candidates. For granularity batch and group, the score is
-  the KL to the exploration noise. For transition, it is the squared difference between stored action and policy action,
-  in units of the noise.
+- *score*: score of the chosen candidate / mean score of the candidates. The score is the KL to the exploration noise.
 - *squared_difference*: squared difference of the actions in the actor's batch / in a uniform batch. The definition is
   the same for all granularities.
 - *kl*: KL of the actor's whole batch / of a uniform batch. The definition is the same for all granularities.

@@ -8,9 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
-from torch.distributions import MultivariateNormal, Normal
 from torchrl.data import OneHot
-from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers import RandomSampler
 from torchrl.modules import (
     NormalParamExtractor,
     OneHotCategorical,
@@ -23,12 +22,10 @@ from torchrl.modules import (
 from tests.chi_square import p_value
 from tests.data import buffer_with, event_sampler, learn, linear_policy, rows
 from tests.events import scripted
-from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     DecoupledSampler,
     ProportionalSampler,
     ReaPERSampler,
-    RecencySampler,
 )
 from torchrl_replay_ext.functional import gaussian_policy_kl
 
@@ -60,13 +57,12 @@ def make(critic=None, policy=POLICY, batch_size=32, count=500, size=1000, data=N
     return rb, actor_rb
 
 
-def score_of(batch, **arguments):
-    return gaussian_policy_kl(batch["action"] - act(batch["observation"]), 0.1, **arguments)
+def score_of(batch):
+    return gaussian_policy_kl(batch["action"] - act(batch["observation"]), 0.1)
 
 
-@pytest.mark.parametrize("covariance", ["diag", "full"])
-def test_the_best_candidate_is_chosen(covariance):
-    rb, actor_rb = make(num_candidates=4, covariance=covariance)
+def test_the_best_candidate_is_chosen():
+    rb, actor_rb = make(num_candidates=4)
     places = set()
     for _ in range(50):
         with patch.object(POLICY.module, "forward", wraps=POLICY.module.forward) as forward:
@@ -74,7 +70,7 @@ def test_the_best_candidate_is_chosen(covariance):
         assert forward.call_count == 1
         assert batch.shape == (32,) and batch["candidate_scores"].shape == (32, 4)
         torch.testing.assert_close(batch["score"], batch["candidate_scores"].amin(1))
-        torch.testing.assert_close(batch["score"][0], score_of(batch, covariance=covariance))
+        torch.testing.assert_close(batch["score"][0], score_of(batch))
         assert torch.equal(batch["observation"], rb.storage[:]["observation"][batch["index"]])
         places.add(int(batch["candidate_scores"][0].argmin()))
     assert places == {0, 1, 2, 3}
@@ -90,46 +86,22 @@ def test_one_candidate_is_uniform():
     assert p_value(drawn, torch.ones(64)) < 1e-4
 
 
-def test_groups_and_transitions_choose_more():
+def test_groups_choose_more():
     means = {}
-    for granularity in ("batch", "group", "transition"):
+    for granularity in ("batch", "group"):
         _, actor_rb = make(num_candidates=4, granularity=granularity, batch_size=64)
         distance = []
         for _ in range(20):
             batch = actor_rb.sample()
             assert batch["candidate_scores"].shape == (64, 4)
-            each = (batch["action"] - act(batch["observation"])).square().sum(-1)
-            distance.append(each.mean())
+            distance.append((batch["action"] - act(batch["observation"])).square().sum(-1).mean())
             if granularity == "group":
                 for group in range(4):
                     part = batch[16 * group : 16 * group + 16]
                     torch.testing.assert_close(part["score"][0], score_of(part))
                     torch.testing.assert_close(part["score"], part["candidate_scores"].amin(1))
-            if granularity == "transition":
-                torch.testing.assert_close(batch["score"], each / 0.1**2)
-                assert batch["score"].max() <= batch["candidate_scores"].reshape(-1).sort().values[64]
         means[granularity] = float(torch.stack(distance).mean())
-    assert means["transition"] < 0.6 * means["group"] < 0.6 * means["batch"]
-
-
-def constant_of(noise):
-    """The part of −log π that all actions have, for a covariance matrix."""
-    return noise.logdet() / 2 + len(noise) / 2 * math.log(2 * math.pi)
-
-
-def test_mean_squared_errors():
-    scale = torch.tensor([0.1, 0.4])
-    batch = make(score="mse", noise_scale=scale)[1].sample()
-    z = (batch["action"] - act(batch["observation"])) / scale
-    torch.testing.assert_close(batch["score"][0], z.square().sum(-1).mean())
-
-
-@pytest.mark.parametrize("noise", [torch.tensor([[0.01, 0.0], [0.0, 0.16]]), torch.tensor([[0.1, 0.05], [0.05, 0.2]])])
-def test_log_probabilities(noise):
-    is_diagonal = noise.count_nonzero() == 2
-    batch = make(score="logprob", noise_scale=noise.diagonal().sqrt() if is_diagonal else noise)[1].sample()
-    log_prob = MultivariateNormal(act(batch["observation"]), noise).log_prob(batch["action"])
-    torch.testing.assert_close(batch["score"][0], -log_prob.mean() - constant_of(noise))
+    assert means["group"] < 0.8 * means["batch"]
 
 
 def stochastic_policy(distribution, **keywords):
@@ -140,23 +112,16 @@ def stochastic_policy(distribution, **keywords):
     )
 
 
-@pytest.mark.parametrize("score", ["kl", "logprob"])
-def test_stochastic_policies_are_whitened(score):
+def test_stochastic_policies_are_whitened():
     policy, data = stochastic_policy(TanhNormal), experience(200)
     data["action"] = data["action"].clamp(-1, 1)
-    _, actor_rb = make(policy=policy, score=score, num_candidates=3, data=data)
+    _, actor_rb = make(policy=policy, num_candidates=3, data=data)
     batch = actor_rb.sample()
     with torch.no_grad():
         of_policy = policy.get_dist_params(batch.select("observation"))
-        inner = batch["action"].clamp(-1 + 1e-6, 1 - 1e-6)
-        u = inner.atanh()
+        u = batch["action"].clamp(-1 + 1e-6, 1 - 1e-6).atanh()
         z = (u - of_policy["loc"]) / of_policy["scale"]
-        log_prob = Normal(of_policy["loc"], of_policy["scale"]).log_prob(u) - (1 - inner.square()).log()
-    if score == "kl":
-        torch.testing.assert_close(batch["score"][0], gaussian_policy_kl(z, 1.0))
-    else:
-        expected = -log_prob.sum(-1).mean() - math.log(2 * math.pi)
-        torch.testing.assert_close(batch["score"][0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batch["score"][0], gaussian_policy_kl(z, 1.0))
 
 
 def test_actions_that_no_tanh_gives_are_refused():
@@ -202,62 +167,6 @@ def test_a_candidate_that_is_not_a_number_is_never_chosen():
     for _ in range(100):
         batch = actor_rb.sample()
         assert batch["action"].isfinite().all() or batch["candidate_scores"].isinf().all()
-
-
-def with_newest_candidates(size, count, half_life=2):
-    candidates = RecencySampler(half_life=half_life)
-    return make(ProportionalSampler(size), count=count, size=size, candidate_sampler=candidates)
-
-
-@pytest.mark.parametrize("how", ["state_dict", "dumps"])
-@pytest.mark.parametrize("written", [0, 7])
-def test_a_checkpoint_includes_the_sampler_of_the_candidates(written, how, tmp_path):
-    rb, _ = with_newest_candidates(20, 25, half_life=0.01)
-    loaded, loaded_actor = with_newest_candidates(20, written, half_life=0.01)
-    if how == "dumps":
-        rb.dumps(tmp_path)
-        loaded.loads(tmp_path)
-    else:
-        loaded.load_state_dict(rb.state_dict())
-    loaded.sampler.check_valid()
-    assert (loaded_actor.sample()["index"] == 4).all()  # the newest
-    loaded.extend(experience(1))
-    assert (loaded_actor.sample()["index"] == 5).all()
-
-
-def without_numbers_of_candidates(state):
-    """A state without the numbers of writes to the candidates: a load that is undone raises them."""
-    kept = {key: value for key, value in state["candidate_sampler"].items() if key != "num_writes"}
-    return {**state, "candidate_sampler": {**kept, "generation": kept["generation"] > 0}}
-
-
-def test_a_state_that_does_not_fit_changes_neither_sampler(tmp_path):
-    rb, other = with_newest_candidates(20, 10)[0], with_newest_candidates(30, 25)[0]
-    plain, _ = make(ProportionalSampler(20), count=10, size=20)
-    before, fits = rb.sampler.state_dict(), plain.sampler.state_dict()
-    without = {key: value for key, value in fits.items() if key != "candidate_sampler"}
-    mixed = {**other.sampler.state_dict(), "candidate_sampler": before["candidate_sampler"]}
-    longer, shorter = (with_newest_candidates(20, count)[0] for count in (15, 5))
-    # the storage holds fewer rows than the critic's state
-    unheld = {**longer.sampler.state_dict(), "candidate_sampler": shorter.sampler.state_dict()["candidate_sampler"]}
-    for state in (other.sampler.state_dict(), without, fits, mixed, unheld):
-        with pytest.raises(ValueError, match="load_state_dict"):
-            rb.sampler.load_state_dict(state)
-        assert_same_state(*map(without_numbers_of_candidates, (rb.sampler.state_dict(), before)))
-    with pytest.raises(ValueError, match="the state has an entry 'candidate_sampler'"):
-        plain.sampler.load_state_dict(before)
-    plain.sampler.load_state_dict(without)  # candidates that are drawn uniformly have no state
-    other.dumps(tmp_path)
-    with pytest.raises(ValueError, match="load_state_dict"):
-        rb.sampler.loads(tmp_path / "sampler")
-    assert_same_state(*map(without_numbers_of_candidates, (rb.sampler.state_dict(), before)))
-
-
-def test_a_sampler_that_runs_out_of_candidates_is_refused():
-    _, actor_rb = make(RandomSampler(), candidate_sampler=SamplerWithoutReplacement())
-    with pytest.raises(ValueError, match=r"SamplerWithoutReplacement drew .* rows, not num_candidates . batch_size ="):
-        for _ in range(10):
-            actor_rb.sample()
 
 
 def test_what_the_critics_sampler_answers():
@@ -355,14 +264,10 @@ def test_distributions_that_are_not_understood():
             DecoupledSampler(RandomSampler(), stochastic_policy(distribution, **keywords))
 
 
-def test_pinned_tables_need_candidates_of_their_own():
+def test_pinned_tables_are_refused():
     sampler = DecoupledSampler(event_sampler(30, ("next", "a"), 5, default=50), POLICY)
     rb = buffer_with(sampler, 80, batch_size=16)
-    with pytest.raises(ValueError, match="pass an EventTableSampler as candidate_sampler"):
-        sampler.actor_buffer(rb)
-    # it draws from all slots too
-    sampler.candidate_sampler = ProportionalSampler(80)
-    with pytest.raises(ValueError, match="pass an EventTableSampler as candidate_sampler"):
+    with pytest.raises(ValueError, match="leave some slots in no table; use retention='ring'"):
         sampler.actor_buffer(rb)
 
 
@@ -404,19 +309,6 @@ def test_actions_must_be_rows_of_numbers(stored, of_policy):
     _, actor_rb = make(policy=policy, data=rows(40, observation=torch.randn(40, 3), action=stored))
     with pytest.raises(ValueError, match=r"stored actions are .* both must be continuous, \[B, A\]"):
         actor_rb.sample()
-
-
-@pytest.mark.parametrize(("granularity", "what"), [("batch", "the actor's batch_size"), ("group", "group_size")])
-def test_a_full_covariance_needs_more_rows_than_dimensions(granularity, what):
-    arguments = {"covariance": "full", "granularity": granularity, "batch_size": 4, "group_size": 2}
-    rb, actor_rb = make(**arguments)
-    with pytest.raises(ValueError, match=f"{what} is 2, and actions have 2 dimensions.* Use at least 3 rows"):
-        (actor_rb if granularity == "group" else rb.sampler.actor_buffer(rb, batch_size=2)).sample()
-    rb, _ = make(**{**arguments, "batch_size": 3, "group_size": 3})
-    assert rb.sampler.actor_buffer(rb, batch_size=3).sample()["candidate_scores"].isfinite().all()
-    for other in ({"covariance": "diag"}, {"score": "mse"}, {"granularity": "transition"}):
-        rb, _ = make(**{"covariance": "full", "num_candidates": 3, **other})
-        assert rb.sampler.actor_buffer(rb, batch_size=2).sample()["score"].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +24,14 @@ from torchrl_replay_ext._torchrl import is_stacked, length, read_only_buffer
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
-from torchrl_replay_ext.core.layout import unravel
-from torchrl_replay_ext.functional.gaussian import Covariance
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity, Score
-from torchrl_replay_ext.samplers.event_table import EventTableSampler
+from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity
 from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
 # The number of recent actor batches that update_priority of the critic's buffer rejects.
 _REMEMBERED = 32
-# Key and directory of the state of the candidates' sampler.
-_CANDIDATES = "candidate_sampler"
 
 
 def _memory_of(slots: Tensor) -> int:
@@ -69,14 +62,11 @@ class DecoupledSampler(SamplerWrapper):
 
     * **Stochastic policies** (a policy that writes ``"loc"`` and ``"scale"``): z = (u − loc) / scale is compared with
       N(0, I); for a tanh-normal policy u = atanh(action). ``noise_scale`` is not used.
-    * **Correlated noise**: ``noise_scale`` may be a covariance matrix. For Ornstein-Uhlenbeck noise pass
-      :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale`.
-    * **Finer choices**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only
-      a little more on-policy (5 to 31 % in our measurements). ``granularity="group"`` chooses one of K candidates for
-      each group of rows. ``"transition"`` takes the B rows with the smallest \|z\|² of all K·B rows (the KL needs more
-      than one row). With a tanh policy, clipped actions and large K, many of these rows have a policy action near a
-      bound (63 % for TD3 on Pendulum with K = 10), where the actor's gradient is almost zero. With K = 10, 2 of 5 runs
-      of TD3 did not solve Pendulum in 7,500 steps.
+    * **Correlated noise**: for Ornstein-Uhlenbeck noise pass
+      :func:`~torchrl_replay_ext.functional.ornstein_uhlenbeck_scale` as ``noise_scale``.
+    * **Groups**: uniform batches have nearly the same mean, so choosing one of K batches makes the data only a little
+      more on-policy (5 to 31 % in our measurements). ``granularity="group"`` chooses one of K candidates for each
+      group of rows.
 
     The sampler holds a reference to the policy, so parameter updates take effect at once. Copies of the sampler share
     the policy; pickles do not contain it. The policy is called without exploration and without gradients, in its
@@ -86,27 +76,18 @@ class DecoupledSampler(SamplerWrapper):
         critic_sampler: draws the critic's batches. Priorities and statistics belong to this sampler.
         policy: a TensorDictModule that writes ``action_key``, or ``"loc"`` and ``"scale"``.
         num_candidates: K, >= 1; 1 draws uniform batches. Default: 2.
-        noise_scale: standard deviation of the exploration noise, one number > 0 or [A]; or its covariance [A, A],
-            symmetric and positive definite. All values must be finite. Default: 0.1.
-        score: ``"kl"`` (default); ``"mse"``, the mean of \|z\|², with z = (u − π(s)) / noise_scale; or ``"logprob"``,
-            the mean of −log π(u \| s), which gives the same choice as ``"mse"`` for a fixed Gaussian noise.
-        covariance: ``"diag"`` (default) or ``"full"``, see
-            :func:`~torchrl_replay_ext.functional.gaussian_policy_kl`. ``"full"`` needs more rows per batch (or group)
-            than action dimensions.
+        noise_scale: standard deviation of the exploration noise, one number > 0 or [A], finite. Default: 0.1.
         eps: added to the variances of the candidates, >= 0. Default: 1e-6.
-        granularity: ``"batch"`` (default), ``"group"`` or ``"transition"``.
+        granularity: ``"batch"`` (default) or ``"group"``.
         action_key: entry with the actions. Default: ``"action"``.
         group_size: rows per group; must divide the batch size. Default: 16.
-        candidate_sampler: draws the candidates. None (default): uniformly. With event tables of
-            ``retention="pinned"``, it must be an :class:`~torchrl_replay_ext.EventTableSampler`.
 
     Raises:
         ValueError: if an argument is out of range, or the policy does not write the required entries. At a draw, if
-            the stored actions or the policy's actions are not continuous with shape [A], if ``noise_scale`` has another
-            number of dimensions, if there are too few rows for ``covariance="full"``, or if ``candidate_sampler`` draws
-            fewer rows than asked for. A policy with one-hot actions is rejected if its actions are integers, or if its
-            ``spec`` or ``distribution_class`` is discrete. Other one-hot floats cannot be distinguished from continuous
-            actions.
+            the stored actions or the policy's actions are not continuous with shape [A], or if ``noise_scale`` has
+            another number of dimensions. A policy with one-hot actions is rejected if its actions are integers, or if
+            its ``spec`` or ``distribution_class`` is discrete. Other one-hot floats cannot be distinguished from
+            continuous actions.
         TypeError: if an argument has the wrong type.
         RuntimeError: at a draw, if the buffer is empty, or the sampler was unpickled and has no policy yet.
 
@@ -142,21 +123,17 @@ class DecoupledSampler(SamplerWrapper):
         *,
         num_candidates: int = 2,
         noise_scale: float | Tensor = 0.1,
-        score: Score = "kl",
-        covariance: Covariance = "diag",
         eps: float = 1e-6,
         granularity: Granularity = "batch",
         action_key: NestedKey = "action",
         group_size: int = 16,
-        candidate_sampler: Sampler | None = None,
     ):
-        self._scorer = CandidateScorer(num_candidates, noise_scale, score, covariance, eps, granularity, group_size)
+        self._scorer = CandidateScorer(num_candidates, noise_scale, eps, granularity, group_size)
         require_nested_keys("DecoupledSampler", action_key=action_key)
-        candidate_sampler = RandomSampler() if candidate_sampler is None else candidate_sampler
-        for name, sampler in (("critic_sampler", critic_sampler), ("candidate_sampler", candidate_sampler)):
-            if not isinstance(sampler, Sampler):
-                raise TypeError(f"DecoupledSampler: {name} must be a Sampler, not {type(sampler).__name__}.")
-        self.critic_sampler, self.candidate_sampler = critic_sampler, candidate_sampler
+        if not isinstance(critic_sampler, Sampler):
+            raise TypeError(f"DecoupledSampler: critic_sampler must be a Sampler, not {type(critic_sampler).__name__}.")
+        self.critic_sampler = critic_sampler
+        self._candidate_sampler = RandomSampler()
         self._action_key = action_key
         # mean score of the last actor batch, and mean score of all its candidates
         self._chosen = torch.zeros(2)
@@ -218,11 +195,10 @@ class DecoupledSampler(SamplerWrapper):
         batch_size = require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
         self._scorer.require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
-        is_pinned = tables is not None and tables.retention == "pinned"
-        if is_pinned and not isinstance(self.candidate_sampler, EventTableSampler):
+        if tables is not None and tables.retention == "pinned":
             raise ValueError(
-                "DecoupledSampler: event tables of retention='pinned' leave some slots in no table; use "
-                "retention='ring', or pass an EventTableSampler as candidate_sampler."
+                "DecoupledSampler: candidates are drawn from all slots, and event tables of retention='pinned' leave "
+                "some slots in no table; use retention='ring'."
             )
         device = getattr(rb.storage, "device", None)
         if isinstance(device, torch.device):
@@ -251,7 +227,7 @@ class DecoupledSampler(SamplerWrapper):
         if not length(storage):
             raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
         self._scorer.require_whole_groups(batch_size)
-        index = self._draw_candidates(storage, self.num_candidates * batch_size)
+        index, _ = self._candidate_sampler.sample(storage, self.num_candidates * batch_size)
         rows, score, candidate_scores = self._scorer.choose(*self._actions(storage, index, transform))
         if self._chosen.device != score.device:
             self._to(score.device)
@@ -262,21 +238,6 @@ class DecoupledSampler(SamplerWrapper):
         if not is_traced():
             self._drawn.append(index)
         return index, score, candidate_scores
-
-    def _draw_candidates(self, storage: Storage, num_rows: int) -> Any:
-        """The index of ``num_rows`` rows, [n] or a tuple of [n]."""
-        sampler = self.candidate_sampler
-        if isinstance(sampler, DistributionSampler):
-            # no update of these rows is expected, so the draw is not counted
-            return unravel(sampler.draw(storage, num_rows)[0], sampler.layout.shape)
-        index, _ = sampler.sample(storage, num_rows)
-        drawn = len(index[0] if isinstance(index, tuple) else index)
-        if drawn != num_rows:
-            raise ValueError(
-                f"DecoupledSampler: {type(sampler).__name__} drew {drawn} rows, not num_candidates * batch_size = "
-                f"{num_rows}; use a candidate_sampler that always draws as many rows as asked for."
-            )
-        return index
 
     @torch.no_grad()
     def _actions(self, storage: Any, index: Any, transform: Compose) -> tuple[Tensor, Tensor, Tensor | None, bool]:
@@ -309,7 +270,7 @@ class DecoupledSampler(SamplerWrapper):
         return data.select(*keys)[index]
 
     def _samplers(self) -> list[Sampler]:
-        return [self.critic_sampler] if self._draws_both else [self.critic_sampler, self.candidate_sampler]
+        return [self.critic_sampler, self._candidate_sampler]
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: Storage | None = None, stamp: Tensor | None = None
@@ -337,52 +298,6 @@ class DecoupledSampler(SamplerWrapper):
         given: Any = {"storage": storage} if stamp is None else {"storage": storage, "stamp": stamp}
         return critic_sampler.update_priority(index, priority, **given)
 
-    @property
-    def _draws_both(self) -> bool:
-        """True if one sampler draws the critic's batches and the candidates."""
-        return self.candidate_sampler is self.critic_sampler
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that draws of both samplers depend on."""
-        return {**self.critic_sampler.state_dict(), **self._candidates_state()}
-
-    def _candidates_state(self) -> dict[str, Any]:
-        """The state of a sampler that draws only candidates; empty if there is none."""
-        state = {} if self._draws_both else self.candidate_sampler.state_dict()
-        return {_CANDIDATES: state} if state else {}
-
-    def _trial(self) -> Any:
-        """A copy of the critic's sampler, on which a state is tried before anything is changed."""
-        own = getattr(self.critic_sampler, "trial_copy", None)
-        return deepcopy(self.critic_sampler) if own is None else own()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a :meth:`state_dict`. ValueError if it does not fit; the state is then unchanged."""
-        others = {**state_dict}
-        given = others.pop(_CANDIDATES, None)
-        if bool(given) != bool(self._candidates_state()):
-            raise ValueError(
-                f"DecoupledSampler.load_state_dict: the state has {'an' if given else 'no'} entry {_CANDIDATES!r}; "
-                "it was saved by another sampler, or one with another candidate_sampler."
-            )
-        if given:
-            self._trial().load_state_dict(others)
-            self.candidate_sampler.load_state_dict(given)
-        self.critic_sampler.load_state_dict(others)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save the state of both samplers under the directory ``path``."""
-        self.critic_sampler.dumps(path)
-        if not self._draws_both:
-            self.candidate_sampler.dumps(Path(path) / _CANDIDATES)
-
-    def loads(self, path: str | Path) -> None:
-        """Load a state saved by :meth:`dumps`."""
-        if not self._draws_both:
-            self._trial().loads(path)
-            self.candidate_sampler.loads(Path(path) / _CANDIDATES)
-        self.critic_sampler.loads(path)
-
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""
         ours = TensorDict({"actor_score": self._chosen[0].clone(), "actor_candidate_score": self._chosen[1].clone()})
@@ -401,7 +316,7 @@ class DecoupledSampler(SamplerWrapper):
     def __repr__(self) -> str:
         return (
             f"DecoupledSampler({self.critic_sampler!r}, num_candidates={self.num_candidates}, "
-            f"score={self._scorer.score!r}, granularity={self.granularity!r})"
+            f"granularity={self.granularity!r})"
         )
 
 
