@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass
 class Transition:
@@ -72,6 +74,12 @@ class Draws:
             drawn.late = max(drawn.late - 1, 0)
         else:
             drawn.waiting = max(drawn.waiting - 1, 0)
+
+
+def rank_probabilities(num_items: int, alpha: float) -> torch.Tensor:
+    """P(r) = r^-alpha / sum_k k^-alpha of ranks 1 to ``num_items`` (Schaul et al. 2016, Sec. 3.3), float64."""
+    masses = [rank**-alpha for rank in range(1, num_items + 1)]
+    return torch.tensor(masses, dtype=torch.float64) / math.fsum(masses)
 
 
 class NaiveReplay(ABC):

@@ -44,7 +44,6 @@ from recipes.experiments.tabular import experience, learn
 from recipes.studies.curves import Curve, bootstrap_interval, correlation, draw_runs, ratio_of_means
 from recipes.studies.figures import env_label
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
-from torchrl_replay_ext.functional import reliability
 
 DISCOUNT = 0.99
 LEARNING_RATE = 0.25
@@ -123,8 +122,12 @@ class Dataset:
         targets, optimal, present = self.targets(q), *(each[self.state, self.action] for each in (self.truth, q))
         td_error, bias, error = abs(targets - present), abs(targets - optimal), abs(present - optimal)
         finished = self.episode < self.episode[-1] + self.done[-1]
-        trust = reliability(*map(torch.from_numpy, (td_error, self.episode, finished))).numpy()
-        sums = np.bincount(self.episode, td_error)[self.episode]
+        of_episode = np.bincount(self.episode, td_error)
+        sums = of_episode[self.episode]
+        # ReaPER, Eqs. 16 and 17: the TD errors of the episode up to a transition, of all of it or of the largest one
+        until = td_error.cumsum() - (of_episode.cumsum() - of_episode)[self.episode]
+        whole = np.where(finished, sums, of_episode.max())
+        trust = np.divide(until, whole, out=np.ones_like(until), where=whole > 0).clip(0, 1)
         found = {
             "error": float(np.sqrt(np.mean((q - self.truth)[tuple(self.pairs)] ** 2))),
             "R and bias": correlation(trust, bias),

@@ -33,7 +33,6 @@ from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
 from recipes.studies.curves import BAND, curve_entries
 from recipes.studies.figures import explain, looks, panel_grid, styled
-from torchrl_replay_ext.functional import reliability
 
 # columns of stylized.csv
 KINDS = {"condition": str, "length": int, "strategy": str, "updates": float, "extra": float, "extra_std": float}
@@ -67,10 +66,10 @@ def argmax_random_ties(score: Tensor, generator: torch.Generator) -> Tensor:
 
 def select_reaper_greedy(td_error: Tensor, generator: torch.Generator) -> Tensor:
     """The transition with the largest reliability-adjusted TD error, Ψ_t = R_t |δ_t| (Eq. 5)."""
-    episode = torch.arange(len(td_error)).repeat_interleave(td_error.shape[1])
-    finished = torch.ones(td_error.numel(), dtype=torch.bool)
-    score = reliability(td_error.flatten(), episode, finished).view_as(td_error) * td_error
-    return argmax_random_ties(score, generator)
+    until = td_error.double().cumsum(1)
+    total = until[:, -1:]
+    reliability = torch.where(total > 0, until / total, 1.0).to(td_error.dtype)
+    return argmax_random_ties(reliability * td_error, generator)
 
 
 # Strategy -> function of |δ| [episodes, n] and a generator that chooses a transition of each episode, [episodes].

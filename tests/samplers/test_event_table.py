@@ -13,6 +13,7 @@ from tests.chi_square import p_value
 from tests.data import buffer_with
 from tests.emulated_device import EmulatedDevice
 from tests.events import scripted
+from tests.reference import rank_probabilities
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
 from tests.samplers.experience import assert_same_state, probabilities
 from torchrl_replay_ext import (
@@ -23,7 +24,7 @@ from torchrl_replay_ext import (
     RankBasedSampler,
     ReaPERSampler,
 )
-from torchrl_replay_ext.functional import allocate, rank_probabilities
+from torchrl_replay_ext.functional import allocate
 
 
 def draw(rb, draws=50_000):

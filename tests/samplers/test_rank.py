@@ -8,9 +8,9 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.chi_square import p_value
 from tests.data import buffer_with, rows
+from tests.reference import rank_probabilities
 from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import Anneal, RankBasedSampler
-from torchrl_replay_ext.functional import rank_probabilities
 
 
 def buffer(capacity: int, ndim: int = 1, **arguments) -> TensorDictReplayBuffer:
@@ -23,17 +23,6 @@ def filled(td_error: torch.Tensor, **arguments) -> TensorDictReplayBuffer:
     rb.extend(rows(len(td_error)))
     rb.update_priority(torch.arange(len(td_error)), td_error)
     return rb
-
-
-def test_rank_probabilities_are_those_of_a_loop():
-    for num_items, alpha in ((1, 0.7), (10, 0.0), (1000, 0.7), (50, 2.5)):
-        terms = [r**-alpha for r in range(1, num_items + 1)]
-        expected = torch.tensor([term / math.fsum(terms) for term in terms], dtype=torch.float64)
-        torch.testing.assert_close(rank_probabilities(num_items, alpha), expected, rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match="num_items"):
-        rank_probabilities(0, 0.7)
-    with pytest.raises(ValueError, match="alpha"):
-        rank_probabilities(3, -1.0)
 
 
 @pytest.mark.parametrize("stratified", [True, False])

@@ -8,25 +8,26 @@ import torch
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import buffer_of, buffer_with, rows
+from tests.reference import NaiveReaPER
 from tests.samplers.experience import INTERRUPTED, assert_priorities, probabilities
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler, RecencySampler, TrajectoryRetraceSampler
-from torchrl_replay_ext.functional import reliability
 
 slices = partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())
 
 
 def assert_episodes(buffer, expected):
     """Check the probabilities against those of the given episode of each slot; -1: the slot is never drawn."""
-    expected, size = torch.tensor(expected), len(buffer)
+    size = len(buffer)
     oldest = buffer.write_count % size if size == buffer.storage.max_size else 0
-    order = torch.tensor([slot for slot in (torch.arange(size) + oldest).remainder(size) if expected[slot] >= 0])
+    order = [slot % size for slot in range(oldest, oldest + size) if expected[slot % size] >= 0]
     error = torch.linspace(0.5, 2.0, len(order))
-    buffer.update_priority(order, error.square())
+    buffer.update_priority(torch.tensor(order), error.square())
     done = buffer.storage[:]["next", "done"].squeeze(-1)
-    finished = torch.isin(expected[order], expected[done])
-    priority = torch.zeros(size, dtype=torch.float64)
-    priority[order] = reliability(error, expected[order], finished).double() ** 0.2 * error.double() ** 0.4
-    assert_priorities(buffer, priority)
+    reference = NaiveReaPER(eps=0.0, td_error="absolute")
+    for slot in order:
+        reference.write(slot, expected[slot], terminated=bool(done[slot]))
+    reference.update(order, error.tolist())
+    assert_priorities(buffer, [reference.criterion().get(slot, 0.0) for slot in range(size)])
 
 
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")

@@ -1,8 +1,7 @@
-"""Functions of tensors: allocation, formulas of prioritized replay, and off-policy returns."""
+"""Functions of tensors: allocation, divergences from a policy, and off-policy returns."""
 
 from torchrl_replay_ext.functional.allocation import allocate
 from torchrl_replay_ext.functional.gaussian import gaussian_policy_kl, ornstein_uhlenbeck_scale
-from torchrl_replay_ext.functional.prioritized_replay import importance_weights, rank_probabilities, reliability
 from torchrl_replay_ext.functional.retrace import (
     acer_value_target,
     importance_ratio,
@@ -19,12 +18,9 @@ __all__ = [
     "gaussian_policy_kl",
     "importance_ratio",
     "importance_sampling_return",
-    "importance_weights",
     "off_policy_trace_return",
     "ornstein_uhlenbeck_scale",
     "q_opc",
-    "rank_probabilities",
-    "reliability",
     "retrace",
     "trust_region_projection",
 ]
