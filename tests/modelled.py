@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +13,7 @@ from tensordict import TensorDict
 
 from tests.data import buffer_with
 from tests.events import NaiveTables
-from tests.reference import Draws, NaiveRanking
+from tests.reference import NaiveRanking
 from tests.samplers.experience import Environments, sorted_within, transitions
 from tests.settings import FLAT, HISTORY, LAYOUTS, Setting
 from torchrl_replay_ext import EventTables, EventTableSampler, FrameStackStorage, TrajectoryRetraceSampler
@@ -24,19 +23,18 @@ DEPTH = 2
 
 @dataclass
 class Batch:
-    """Drawn rows: their slots, the write in each of these at the draw, and False for padded rows of slices."""
+    """Drawn rows: their slots, and the write in each of these at the draw."""
 
     data: TensorDict
     slots: list[int]
     stamps: list[int]
-    real: list[bool]
 
     def __getitem__(self, rows: list[int]) -> Batch:
-        columns: Any = ([column[row] for row in rows] for column in (self.slots, self.stamps, self.real))
+        columns: Any = ([column[row] for row in rows] for column in (self.slots, self.stamps))
         return Batch(self.data[torch.tensor(rows)], *columns)
 
     def __add__(self, other: Batch) -> Batch:
-        columns = (getattr(self, name) + getattr(other, name) for name in ("slots", "stamps", "real"))
+        columns = (getattr(self, name) + getattr(other, name) for name in ("slots", "stamps"))
         return Batch(torch.cat([self.data, other.data]), *columns)
 
     def __len__(self) -> int:
@@ -95,8 +93,6 @@ class Modelled:
         # number and observation of the transition in each slot
         self.content: dict[int, tuple[int, torch.Tensor]] = {}
         self.late: list[Batch] = []
-        # slots and mask of the last batches of slices
-        self.padded: deque[tuple[list[int], list[bool]]] = deque(maxlen=Draws.WINDOW)
         self.tables: Any = None
         if self.sampler_has_tables:
             tables = self.tables_of()
@@ -277,13 +273,12 @@ class Modelled:
         weight = data.get("priority_weight", None)
         if weight is not None:
             assert bool((weight > 0).all() and (weight <= 1 + 1e-6).all()), weight
-        real, stamps = data.get(("collector", "mask"), torch.ones(size, dtype=torch.bool)).tolist(), [0] * size
+        stamps = [0] * size
         if self.reference is not None:
             stamps = self.reference.stamps(slots)
             self.check_batch(data, slots)
-            self.reference.draws.draw([slot for slot, is_real in zip(slots, real, strict=True) if is_real])
-        self.padded.append((slots, real))
-        batch = Batch(data, slots, stamps, real)
+            self.reference.draws.draw(slots)
+        batch = Batch(data, slots, stamps)
         self.late.append(batch)
         return batch
 
@@ -333,7 +328,6 @@ class Modelled:
         order = sorted(stored, key=lambda slot: stored[slot].written)
         num_envs, is_flat = self.setting.num_envs, self.setting.ndim == 1
         data = self.sampler.newest(self.buffer)
-        self.padded.append((self.slots(data["index"]), data["collector", "mask"].tolist()))
         newest = list(self.slices_of(data))
         assert len(newest) == num_envs
         for env, (row, mask, flags) in enumerate(newest):

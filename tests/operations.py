@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import random
 import tempfile
@@ -112,39 +111,36 @@ class Driven(Modelled):
         if way == "joined" and len(chosen) == 2:
             chosen = [chosen[0] + chosen[1]]
         for batch in chosen:
-            rows = self.rng.sample(range(len(batch)), len(batch))
-            parts = {"split": [rows[::2], rows[1::2]], "shuffled": [rows]}.get(way, [])
+            # whole slices, because a padded row counts only beside the row that it repeats
+            starts = self.rng.sample(range(0, len(batch), self.unit), len(batch) // self.unit)
+            parts = {"split": [starts[::2], starts[1::2]], "shuffled": [starts]}.get(way, [])
+            parts = [[start + step for start in part for step in range(self.unit)] for part in parts]
             for part in [batch[part] for part in parts if part] or [batch] * (1 + (way == "repeated")):
                 self.hand_back(part)
 
     def hand_back(self, batch: Batch) -> None:
         """Update the priorities of drawn rows."""
-        real = batch.real
-        if not self.setting.compilable:
-            # padded rows are known in a whole batch only
-            known = [mask for slots, mask in self.padded if slots == batch.slots]
-            real = known[-1] if known else [True] * len(batch)
         errors = self.td_errors(len(batch))
-        batch.data["td_error"] = torch.where(torch.tensor(real), errors, math.nan)
+        if self.draws_slices:
+            # as the losses do
+            errors *= batch.data["collector", "mask"].cpu()
+        batch.data["td_error"] = errors
         before = self.dropped_updates()
         self.buffer.update_tensordict_priority(batch.data)
-        rows = zip(batch.slots, errors.tolist(), batch.stamps, strict=True)
-        self.expect(before, [row for row, is_real in zip(rows, real, strict=True) if is_real])
+        self.expect(before, batch.slots, errors.tolist(), batch.stamps)
 
-    def expect(self, dropped: int, rows: list[tuple[int, float, int]]) -> None:
-        """Update the reference: the slot, the TD error and the stamp of each row; ``dropped`` rows were late before."""
+    def expect(self, dropped: int, slots: list[int], errors: list[float], stamps: list[int] | None = None) -> None:
+        """Update the reference with rows that were drawn, or with the caller's own; ``dropped``: late rows before."""
         if self.reference is None or not self.sampler.takes_priorities:
             return
-        draws, fresh = self.reference.draws, []
-        for slot, error, stamp in rows:
-            is_stamped = self.setting.compilable and stamp >= 0
-            late = self.reference.stamps([slot]) != [stamp] if is_stamped else draws.expects_late(slot)
-            draws.update(slot, late)
-            dropped += late
-            if not late:
-                fresh.append((slot, error))
+        late = self.reference.draws.late(slots)
+        if stamps is not None:
+            is_other = [now != then for now, then in zip(self.reference.stamps(slots), stamps, strict=True)]
+            assert all(other for is_late, other in zip(late, is_other, strict=True) if is_late), "a row was in time"
+            late = is_other if self.setting.compilable else late
+        fresh = [row for row, is_late in zip(zip(slots, errors, strict=True), late, strict=True) if not is_late]
         self.reference.update([slot for slot, _ in fresh], [error for _, error in fresh])
-        assert self.dropped_updates() == dropped
+        assert self.dropped_updates() == dropped + sum(late)
 
     def dropped_updates(self) -> int:
         return int(self.sampler.stats().get("dropped_updates", torch.zeros(())))
@@ -155,15 +151,13 @@ class Driven(Modelled):
             self.update()
 
     def some_index(self, count: int) -> tuple[torch.Tensor, list[int]]:
-        """Random stored slots, with duplicates. All drawn batches are updated first, so no slot is taken for theirs."""
-        self.update_all()
+        """Random stored slots, with duplicates."""
         if self.pinned:
             tables = self.tables_of()
             held = (tables.places >= 0).any(0).nonzero().squeeze(1).tolist()
         else:
             held = sorted(self.content)
-        # equal slots may be those of a short slice, of which only the first row is real
-        slots = self.rng.sample(held * (1 if self.draws_slices else count), min(count, len(held)))
+        slots = self.rng.choices(held, k=count)
         index = torch.tensor(slots)
         if self.setting.ndim == 2:
             index = torch.stack([index // self.setting.num_envs, index % self.setting.num_envs], -1)
@@ -174,8 +168,23 @@ class Driven(Modelled):
         error = self.td_errors(len(slots))
         before = self.dropped_updates()
         self.buffer.update_priority(index, error)
-        # a batch may leave rows that are waited for, if it was taken for another one with other padding
-        self.expect(before, [(slot, each, -1) for slot, each in zip(slots, error.tolist(), strict=True)])
+        self.expect(before, slots, error.tolist())
+
+    def extend_with_priorities(self) -> None:
+        """Give new rows their first priorities, in an update for one or several writes, with an index of any form."""
+        if self.setting.ndim == 2 or self.pinned or not self.sampler.takes_priorities:
+            return
+        written = []
+        for _ in range(self.rng.choice([1, 1, 3])):
+            begin = self.cursor
+            self.extend()
+            written += [(begin + row) % self.rows for row in range((self.cursor - begin - 1) % self.rows + 1)]
+        before = self.dropped_updates()
+        index, error = torch.tensor(self.rng.sample(written, len(written))), self.td_errors(len(written))
+        form = self.rng.choice([torch.Tensor.clone, torch.Tensor.numpy, torch.Tensor.tolist])
+        self.buffer.update_priority(form(index), error)
+        self.expect(before, index.tolist(), error.tolist())
+        assert self.dropped_updates() == before
 
     def update_wrongly(self) -> None:
         if not self.sampler.takes_priorities:
@@ -203,14 +212,13 @@ class Driven(Modelled):
 
     def left_out(self, index: torch.Tensor, slots: list[int], error: torch.Tensor) -> None:
         """Check that an update of which one row is invalid changes only the others, and counts it."""
-        before = int(self.buffer.sampler.stats()["rejected_updates"])
+        before, dropped = int(self.buffer.sampler.stats()["rejected_updates"]), self.dropped_updates()
         self.buffer.update_priority(index, error)
         assert int(self.buffer.sampler.stats()["rejected_updates"]) == before + 1
-        if self.reference is not None:
-            inside = (index.reshape(len(slots), -1).abs() < 1000).all(1)
-            for slot, value, is_inside in zip(slots, error.tolist(), inside.tolist(), strict=True):
-                if is_inside and 0 <= value < 1e38:
-                    self.reference.update([slot], [value])
+        inside = (index.reshape(len(slots), -1).abs() < 1000).all(1).tolist()
+        rows = zip(slots, error.tolist(), inside, strict=True)
+        valid = [(slot, value) for slot, value, is_inside in rows if is_inside and 0 <= value < 1e38]
+        self.expect(dropped, [slot for slot, _ in valid], [value for _, value in valid])
 
     # --- other operations
 
@@ -234,12 +242,13 @@ class Driven(Modelled):
     def go_on_with_a_copy(self) -> None:
         """Replace the buffer by one from a checkpoint, a pickle or a copy."""
         kind = self.rng.choice(["state_dict", "into another", "dumps", "pickle", "deepcopy"])
-        self.update_all()
         if kind == "state_dict":
             # load an older state over a newer one
             state = copy.deepcopy(self.buffer.state_dict())
             batch = self.sample() if self.sampler is self.buffer.sampler and len(self.buffer) else None
             self.buffer.load_state_dict(state)
+            if self.reference is not None:
+                self.reference.draws.load()
             if batch is not None:
                 # drawn before the load: all rows are late
                 batch.data["td_error"] = self.td_errors(len(batch))
@@ -263,14 +272,12 @@ class Driven(Modelled):
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
-        if kind != "state_dict":
-            # padded rows are not saved
-            self.padded.clear()
-        if self.reference is not None:
+        if self.reference is not None and kind in ("into another", "dumps"):
+            # draws are not saved
             self.reference.draws = Draws()
 
     def empty(self) -> None:
-        self.update_all()
+        self.late.clear()
         self.buffer.empty()
         self.environments.restart()
         self.begin()
@@ -289,6 +296,7 @@ class Driven(Modelled):
         (26, "sample"),
         (22, "update"),
         (8, "update_by_index"),
+        (4, "extend_with_priorities"),
         (3, "update_wrongly"),
         (2, "write_wrongly"),
         (2, "set_item"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,47 +32,30 @@ class Transition:
 
 
 @dataclass
-class Waiting:
-    """The draws of a slot: the number of the last one, and how many wait; the same for those before the last write."""
-
-    last: int = 0
-    waiting: int = 0
-    before: int = 0
-    late: int = 0
-
-
-@dataclass
 class Draws:
-    """The draws of all slots that wait for their updates; a draw waits while at most ``WINDOW`` others follow."""
+    """The last draw of each slot, and the number of draws at its last write."""
 
-    WINDOW = 64
     number: int = 0
-    slots: defaultdict[int, Waiting] = field(default_factory=lambda: defaultdict(Waiting))
+    drawn: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
 
     def draw(self, slots: Sequence[int]) -> None:
         self.number += 1
-        for slot in slots:
-            drawn = self.slots[slot]
-            drawn.waiting = 1 + drawn.waiting * (self.number - drawn.last <= self.WINDOW)
-            drawn.last = self.number
+        self.drawn |= dict.fromkeys(slots, self.number)
 
     def write(self, slot: int) -> None:
-        drawn = self.slots[slot]
-        late = drawn.late * (self.number - drawn.before <= self.WINDOW)
-        late += drawn.waiting * (self.number - drawn.last <= self.WINDOW)
-        self.slots[slot] = Waiting(0, 0, drawn.last or drawn.before, late)
+        self.written[slot] = self.number
 
-    def expects_late(self, slot: int) -> bool:
-        """Whether the next update of a slot belongs to a draw from before its last write."""
-        drawn = self.slots[slot]
-        return drawn.late > 0 and self.number - drawn.before <= self.WINDOW
+    def load(self) -> None:
+        """All contents are replaced by others, which are not those of a later write."""
+        self.written |= dict.fromkeys(self.drawn, self.number)
+        self.number += 1
 
-    def update(self, slot: int, late: bool) -> None:
-        drawn = self.slots[slot]
-        if late:
-            drawn.late = max(drawn.late - 1, 0)
-        else:
-            drawn.waiting = max(drawn.waiting - 1, 0)
+    def late(self, slots: Sequence[int]) -> list[bool]:
+        """Which rows of an update are dropped: drawn and overwritten within 64 draws, and not drawn since."""
+        if all(self.written.get(slot) == self.number for slot in slots):
+            return [False] * len(slots)
+        return [self.number - 64 < self.drawn.get(slot, -64) <= self.written.get(slot, -1) for slot in slots]
 
 
 def rank_probabilities(num_items: int, alpha: float) -> torch.Tensor:
@@ -119,9 +101,12 @@ class NaiveReplay(ABC):
         return [self.transitions[slot].written for slot in slots]
 
     def update(self, slots: Sequence[int], td_error: Sequence[float], stamps: Sequence[int] | None = None) -> None:
-        """Set TD errors; the last of duplicates wins, the maximum includes all. Overwritten transitions are skipped."""
+        """Set TD errors; the largest of duplicates counts. Overwritten transitions are skipped."""
         stamps = self.stamps(slots) if stamps is None else stamps
+        largest: dict[tuple[int, int], float] = {}
         for slot, value, stamp in zip(slots, td_error, stamps, strict=True):
+            largest[slot, stamp] = max(value, largest.get((slot, stamp), value))
+        for (slot, stamp), value in largest.items():
             updated = self.transitions[slot]
             if updated.written != stamp:
                 continue
@@ -154,7 +139,7 @@ class NaiveReplay(ABC):
 
     def empty(self) -> None:
         self.transitions.clear()
-        self.draws = Draws()
+        self.draws.load()
         self.maximum = 1.0
 
     @abstractmethod

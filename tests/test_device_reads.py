@@ -107,6 +107,35 @@ def test_the_host_never_waits_while_a_graph_is_captured(name, device):
     buffer.sampler.check_valid()
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_captured_graph_ignores_the_generator_of_the_buffer(name, device):
+    """CUDA registers only its own generator with a graph, and cannot copy numbers from another one."""
+    buffer, generator = filled(SAMPLERS[name](), compilable=True), torch.Generator().manual_seed(0)
+    buffer.set_rng(generator)
+    before = generator.get_state()
+    device.reset()
+    with device.capturing():
+        learn(buffer)
+    assert not device.waits and torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
+def test_draws_and_updates_of_a_compilable_buffer_never_wait(name, device):
+    assert waits(device, filled(SAMPLERS[name](), compilable=True))[1] == 0
+
+
+@both_buffers
+def test_slices_come_back_as_shuffled_copies_without_a_wait(compilable, device):
+    buffer = filled(SAMPLERS["slices, proportional"](), compilable)
+    batch = buffer.sample()
+    buffer.sample()
+    batch["td_error"] = 1.0 * batch["collector", "mask"]
+    slices = batch.reshape(-1, 4)[torch.randperm(BATCH // 4, device="emulated")].reshape(-1)
+    device.reset()
+    buffer.update_tensordict_priority(slices)
+    assert not device.waits
+
+
 def invalid_updates():
     """Updates of one valid and one invalid row: their index, TD errors, and the valid slot."""
     index = torch.tensor([3, 5], device="emulated")

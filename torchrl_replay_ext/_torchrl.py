@@ -291,19 +291,6 @@ def draws_sequences(sampler: Sampler, storage: Any) -> bool:
     return expands_draws(_buffer_of(sampler, storage))
 
 
-def updates_anchors(sampler: Sampler, storage: Any) -> bool:
-    """True if an update of a draw contains its distinct slots in increasing order.
-
-    TorchRL's own buffers do this if they draw sequences. A CompilableReplayBuffer passes write stamps instead.
-    """
-    for each in storage._attached_entities_list:
-        if getattr(each, "_sample_unit", None) is not None:
-            buffer = _buffer_of(sampler, storage)
-            return expands_draws(buffer) and not getattr(buffer, "passes_stamps", False)
-    # most buffers draw no sequences
-    return False
-
-
 def count_sample(buffer: Any, num_rows: int) -> None:
     """Add a sample to the counters of the buffer's ``stats()``, which torchrl 0.14 does not have."""
     if count := getattr(buffer, "_increment_counter", None):

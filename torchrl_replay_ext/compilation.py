@@ -76,8 +76,8 @@ def scalar(value: Tensor) -> Any:
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Uniform random numbers in [0, 1) with 53 random bits, float64.
 
-    A compiled graph uses the global generator and ignores ``generator``, which cannot be traced. There, ``torch.rand``
-    would produce float32 numbers, which are too coarse to reach every leaf of a large tree.
+    A graph uses the global generator and ignores ``generator``, which cannot be traced. In compiled code,
+    ``torch.rand`` would produce float32 numbers, which are too coarse to reach every leaf of a large tree.
 
     Args:
         *size: the shape.
@@ -87,16 +87,16 @@ def uniform(*size: int, device: torch.device, generator: torch.Generator | None 
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.randint(0, 2**_FLOAT64_BITS, size, device=device).to(torch.float64) * 2.0**-_FLOAT64_BITS
+    if generator is not None and is_traced():
+        generator = None
     if generator is not None and generator.device.type != device.type:
-        # CUDA cannot use a new generator while it captures a graph
-        seed = None if is_traced() else int(random_seed(generator.device, generator))
-        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(int(random_seed(generator.device, generator)))
     return torch.rand(*size, dtype=torch.float64, device=device, generator=generator)
 
 
 def random_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """A random number that seeds a kernel, int64 [1] on ``device``; ``generator`` as for :func:`uniform`."""
-    if torch.compiler.is_dynamo_compiling() or generator is None:
+    if generator is None or is_traced():
         return torch.randint(2**63 - 1, (1,), device=device)
     return to_device(torch.randint(2**63 - 1, (1,), device=generator.device, generator=generator), device)
 
@@ -107,7 +107,7 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
     For the arguments see :func:`uniform`.
     """
     u = uniform(num, device=device, generator=generator)
-    if torch.compiler.is_dynamo_compiling():
+    if generator is not None and is_traced():
         generator = None
     if device.type == "cpu" and (generator is None or generator.device == device):
         order = torch.randperm(num, generator=generator)

@@ -189,8 +189,8 @@ def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(
             mass = 0.1 + torch.rand(105)
             rb.update_priority(live, (mass[live] - 1e-6) ** 2)
         batch = rb.sample()
-        # no update of the batch follows
-        rb.sampler.state.log.draws.zero_()
+        # the next update is none of this batch
+        rb.sampler.state.log.drawn_at.zero_()
         number_of_slot = rb.storage[:]["number"]
         priority = {int(number_of_slot[slot]): float(mass[slot]) for slot in range(len(rb))}
         expected = naive_class_weights(naive, ETA, priority)

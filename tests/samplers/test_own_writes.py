@@ -63,15 +63,3 @@ def test_a_number_after_extend_is_an_update_of_the_caller():
         buffer.update_priority(3, 1.0)
         assert buffer.sampler.beta == pytest.approx(0.4 + 0.06 * number)
     assert buffer.sampler.stats()["never_updated"] == 0.75
-
-
-def test_a_late_number_after_extend_is_dropped():
-    torch.manual_seed(0)
-    buffer = buffer_of(ProportionalSampler, capacity=4, batch_size=1)
-    buffer.extend(rows(4))
-    for number in range(1, 4):
-        drawn = int(buffer.sample()["index"])
-        while int(buffer.extend(rows(1))) != drawn:
-            pass
-        buffer.update_priority(drawn, torch.tensor(0.01))
-        assert buffer.sampler.stats()["dropped_updates"] == number

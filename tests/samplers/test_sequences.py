@@ -109,8 +109,9 @@ def test_anchors_that_were_overwritten_since_keep_the_default_priority(stock):
     wanted, fresh = expected(rb, batch, stale=range(20))
     rb.update_tensordict_priority(batch)
     torch.testing.assert_close(probabilities(rb), wanted)
-    anchors = set(batch["anchor_index"].tolist())
-    assert 0 < rb.sampler.stats()["dropped_updates"] == len(anchors) - len(fresh)
+    # TorchRL's buffer passes each anchor once, ours all rows of its windows
+    anchors = set(batch["anchor_index"].tolist()) if stock else batch["anchor_index"].tolist()
+    assert 0 < rb.sampler.stats()["dropped_updates"] == sum(anchor not in fresh for anchor in anchors)
 
 
 @pytest.mark.parametrize("lanes", [1, 4])

@@ -257,7 +257,7 @@ def test_td_errors_of_the_newest_are_priorities():
     buffer.extend(rows(3))
     batch = buffer.sampler.newest(buffer)
     assert batch["priority_weight"].tolist() == [1.0] * 4
-    batch["td_error"] = torch.tensor([1.0, 2.0, 3.0, 100.0])
+    batch["td_error"] = torch.tensor([1.0, 2.0, 3.0, 0.0])
     buffer.update_tensordict_priority(batch)
     assert_priorities(buffer, [1.0, 2.0, 3.0])
 

@@ -14,8 +14,8 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sequence
 from torchrl.envs import Compose
 
 from torchrl_replay_ext._torchrl import count_sample, expands_draws, set_entries, stored_data
-from torchrl_replay_ext.buffers.sequences import CompilableSequence, largest_of_anchors
-from torchrl_replay_ext.compilation import is_traced, where_int64
+from torchrl_replay_ext.buffers.sequences import CompilableSequence
+from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
@@ -67,8 +67,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         torch.Size([4, 3])
     """
 
-    # updates carry the write stamps of their draws
-    passes_stamps = True
     # True while add() runs: TorchRL then calls update_tensordict_priority for the new row, which may have no TD error
     _adding = False
     _storage: CompilableTensorStorage
@@ -128,7 +126,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                     "outside the compiled function, and pass it the sample."
                 )
             return self._draw(size, return_info)
-        if size is None or include_info is not None or waiting or not self._reads_columns() or not len(self):
+        # samplers raise an error if the buffer is empty; to read its length, the host would wait for an accelerator
+        if size is None or include_info is not None or waiting or not self._reads_columns():
             return super().sample(batch_size, return_info, include_info, **waiting)
         with self._locks():
             drawn = self._draw(size, return_info)
@@ -234,17 +233,16 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             super().update_tensordict_priority(data)
             return
         stamp = data[STAMP_KEY]
-        if anchored and (valid := data.get("validity_mask", None)) is not None:
-            stamp = where_int64(valid, stamp, -1)
         error = data.get(self.priority_key, None)
         if error is None or error.ndim != 1:
             # the largest of several TD errors of a row
             error = self._get_priority_vector(data)
+        if anchored and (valid := data.get("validity_mask", None)) is not None:
+            # the row of the anchor is always valid
+            error = error.masked_fill(~valid, 0.0)
         rows = data["anchor_index" if anchored else "index"], stamp, error.detach()
         # the batch may have been moved, for example to the device of the networks
         index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)
-        if anchored:
-            index, stamp, priority = largest_of_anchors(index, stamp, priority)
         own: dict[str, Any] = {"storage": self._storage, "stamp": stamp}
         with self._locks():
             sampler.update_priority(index, priority, **own)

@@ -92,22 +92,3 @@ def _to_ends_of_ring(storage: Any, time: Tensor, steps: int, columns: int) -> tu
     oldest = where_int64(written >= steps, torch.zeros_like(written) + following, torch.zeros_like(written))
     newest = oldest + written - 1
     return (newest - time) % steps, (time - oldest) % steps
-
-
-def largest_of_anchors(anchor: Tensor, stamp: Tensor, priority: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows of each pair of anchor and stamp, only the one with the largest priority keeps its stamp.
-
-    Args:
-        anchor: index of each row's anchor, int64 [n] or [n, ndim].
-        stamp: write stamp of the anchor, int64 [n], -1 for rows that do not count.
-        priority: float [n].
-
-    Returns:
-        The arguments in another order, with the stamp -1 in the other rows.
-    """
-    keys, order = torch.column_stack([stamp, anchor]), priority.argsort()
-    for key in keys.unbind(1):
-        order = order[key[order].argsort(stable=True)]
-    keys = keys[order]
-    is_last = torch.cat([(keys[1:] != keys[:-1]).any(1), torch.ones_like(stamp[:1], dtype=torch.bool)])
-    return anchor[order], where_int64(is_last, stamp[order], -1), priority[order]

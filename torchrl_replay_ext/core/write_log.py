@@ -53,20 +53,17 @@ class WriteLog(WriteObserver):
         device = layout.device
         self.generation = torch.zeros(layout.size, dtype=torch.int64, device=device)
         self.num_writes = torch.zeros(1, dtype=torch.int64, device=device)
-        # draws that wait for their updates, see kernels.rows; they are not saved
-        self.draws = torch.zeros(layout.size, 4, dtype=torch.int32, device=device)
-        self.num_draws = torch.zeros(1, dtype=torch.int64, device=device)
+        # the last draw of each slot, and counts, see kernels.rows; they are not saved
+        self.drawn_at = torch.zeros(layout.size, dtype=torch.int64, device=device)
+        self.draws = torch.zeros(2, dtype=torch.int64, device=device)
         nothing = (torch.empty(0, dtype=kind, device=device) for kind in (torch.float64, torch.float32, torch.int64))
-        state = self.generation, self.num_writes, self.draws, self.num_draws
+        state = self.generation, self.num_writes, self.drawn_at, self.draws
         # what kernels take: these, and the empty arrays that stand for draws, numbers, weights and stamps
         self.views = Views(*state, self.draws[:0].clone(), *nothing)
         # the step of the ring at which the last write ended, or -1; only kept if the order of the writes matters
         self.last_seen_step = torch.full((), -1, dtype=torch.int64, device=layout.counters)
         # True if slots are known to hold transitions; always on the CPU, where reading is cheap
         self._is_used = torch.zeros(1, dtype=torch.bool, device="cpu")
-        # the index in the notification of the last write, and its slots
-        self._announced: int | Tensor | None = None
-        self._written: Array | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -94,7 +91,7 @@ class WriteLog(WriteObserver):
         """Complete a draw of ``slots`` [n].
 
         Args:
-            slots: int64 [n]; rows of slot -1 are not counted.
+            slots: int64 [n].
             density: see :func:`~torchrl_replay_ext.kernels.rows.drawn`; None: no weights.
             smallest: likewise; None: the weights are divided by the largest one of the batch.
             beta: likewise.
@@ -104,49 +101,20 @@ class WriteLog(WriteObserver):
         Returns:
             Weights, float32 [n], and stamps, int64 [n]; None if not asked for.
         """
-        generation, _, draws, num_draws, no_draws, nothing, no_weights, no_stamps = self.views()
+        generation, num_writes, drawn_at, draws, no_draws, nothing, no_weights, no_stamps = self.views()
         count = slots.shape[0]
         weight = empty(generation, count, torch.float32) if density is not None and beta is not None else no_weights
         stamp = empty(generation, count, torch.int64) if is_stamped else no_stamps
         density = nothing if density is None else density
         smallest = nothing if smallest is None else smallest
         beta = nothing if beta is None else beta
-        draws = draws if is_counted else no_draws
-        rows_drawn(generation, slots, density, smallest, beta, draws, num_draws, weight, stamp)
+        drawn_at = drawn_at if is_counted else no_draws
+        rows_drawn(generation, slots, density, smallest, beta, num_writes, drawn_at, draws, weight, stamp)
         return None if weight is no_weights else as_tensor(weight), None if stamp is no_stamps else as_tensor(stamp)
 
     def count_draw(self, slots: Tensor) -> None:
-        """Count a draw of ``slots`` [n], whose updates are expected; rows of slot -1 are not counted."""
+        """Count a draw of ``slots`` [n], whose updates are expected."""
         self.drawn(slots, None, None, None, is_counted=True, is_stamped=False)
-
-    def announce(self, index: int | Tensor | None, slots_as_index: Array | None = None) -> None:
-        """Remember the index in the notification of the last write, and its slots as :attr:`RingWrite.slots_as_index`.
-
-        None: no update for its rows is expected.
-        """
-        self._announced = index
-        # a copy, because the index may be changed in place; a comparison on an accelerator would wait for it
-        self._written = slots_as_index if isinstance(slots_as_index, slice) else None
-        if isinstance(slots_as_index, np.ndarray):
-            self._written = slots_as_index.copy()
-
-    def is_last_write(self, index: object, slots: Tensor) -> bool:
-        """True if an update of ``index`` (``slots`` [n]) is for the rows of the last write.
-
-        If written data contains TD errors, TorchRL's buffers update the priorities right after the write, with the same
-        index tensor.
-        """
-        announced, written = self._announced, self._written
-        if announced is None:
-            return False
-        if isinstance(index, Tensor) and index.ndim:
-            if not isinstance(announced, Tensor) or announced.shape != index.shape:
-                return False
-            is_own = announced.untyped_storage().data_ptr() == index.untyped_storage().data_ptr()
-        else:
-            is_number = not isinstance(announced, Tensor) or not announced.ndim
-            is_own = is_number and isinstance(index, (int, Tensor)) and int(index) == int(announced)
-        return is_own and (written is None or np.array_equal(written, as_index(slots)))
 
     # --- the ring
 
@@ -196,17 +164,13 @@ class WriteLog(WriteObserver):
         self.generation.add_(last * (self.generation > 0))
         self.num_writes.add_(last)
 
-    def _make_draws_late(self) -> None:
-        """Count all draws as draws of contents that were overwritten."""
-        present, before = self.draws.split(2, 1)
-        before.copy_(torch.where(present[:, :1] > 0, present, before))
-        present.zero_()
-
     def rebuild(self) -> None:
         """Called after :meth:`tensors` were replaced."""
-        self._make_draws_late()
+        # this counts as a write of all slots, and then a draw of none
+        self.drawn_at.abs_().neg_()
+        self.draws[:1].add_(1)
+        self.draws[1:].copy_(self.num_writes)
         self._is_used.fill_(False)
-        self._announced = None
 
     def check_valid(self) -> None:
         """Raise AssertionError if the log is inconsistent. O(N)."""
@@ -215,7 +179,3 @@ class WriteLog(WriteObserver):
             raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
         if int(self.last_seen_step) >= self.layout.steps:
             raise AssertionError("WriteLog: the last write ended beyond the storage")
-
-    def __getstate__(self) -> dict[str, object]:
-        # the update that follows a write comes from the same process
-        return {**vars(self), "_announced": None, "_written": None}

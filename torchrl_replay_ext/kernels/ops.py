@@ -177,29 +177,25 @@ tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b
 tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
 tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
 
-_DRAWS = "Tensor(a!) draws, Tensor(b!) num_draws, "
-
 rows_drawn = Kernel(
     "rows.drawn",
-    "Tensor generation, Tensor slots, Tensor density, Tensor smallest, Tensor beta, "
-    + _DRAWS
-    + "Tensor(c!) weight, Tensor(d!) stamp",
+    "Tensor generation, Tensor slots, Tensor density, Tensor smallest, Tensor beta, Tensor number, "
+    "Tensor(a!) drawn_at, Tensor(b!) draws, Tensor(c!) weight, Tensor(d!) stamp",
 )
 # the fields of PowerMasses
 _POWER = "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
 rows_record = Kernel(
     "rows.record",
-    "Tensor(a!) generation, Tensor(b!) number, Tensor(c!) draws, Tensor num_draws, Tensor(d!) d, Tensor largest, "
+    "Tensor(a!) generation, Tensor(b!) number, Tensor(c!) drawn_at, Tensor(d!) d, Tensor largest, "
     + _POWER
     + "Tensor slots, bool stays",
 )
 rows_update = Kernel(
     "rows.update",
-    "Tensor generation, Tensor(a!) draws, Tensor num_draws, Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, "
+    "Tensor generation, Tensor drawn_at, Tensor draws, Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, "
     "Tensor limit, float eps, float smallest, bool squared, "
     + _POWER
-    + "Tensor slots, Tensor error, Tensor stamp, Tensor real, bool counts_draws, bool refuses, bool is_own, "
-    "Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
+    + "Tensor slots, Tensor error, Tensor stamp, bool refuses, Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
 )
 
 # the arrays of an EpisodeIndex

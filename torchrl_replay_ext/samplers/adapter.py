@@ -49,7 +49,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     * A new transition gets the largest d = |δ| + eps seen so far, at least 1. With ``max_priority_within_buffer`` it
       gets the largest d of the stored transitions that have been updated.
-    * If an update contains a slot several times, the last row wins.
+    * If an update contains a slot several times, the largest TD error counts.
     * Rows of an update are dropped and counted if their slot was overwritten after the draw, see
       :meth:`update_priority`. The write stamps of a :class:`~torchrl_replay_ext.CompilableReplayBuffer` identify such
       rows exactly.
@@ -225,7 +225,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         slots = flat_slots(self.owner, index, self.layout)
         if isinstance(_torchrl.stored_data(storage), list):
             require_fitting_items(self.owner, storage, slots.tolist(), self.layout.size)
-        self.state.write(index, slots, storage)
+        self.state.write(slots, storage)
 
     def discard(self, index: Tensor) -> None:
         """Remove rows: they were overwritten by a write that failed."""
@@ -258,8 +258,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         name = self.owner
         if batch_size < 1:
             raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
-        in_graph = self.synchronize(storage)
-        if not in_graph and self.state.log.is_empty:
+        if not self.synchronize(storage) and self.state.log.is_empty:
             raise RuntimeError(f"{name}: cannot sample from an empty storage.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
@@ -267,23 +266,19 @@ class DistributionSampler(ShowsArguments, Sampler):
                 "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
             )
         slots, density, smallest, extras = self.distribution.draw(batch_size, self._rng)
-        if self.layout.validate and density is not None and not values_can_be_read(density):
+        if self.layout.validate and density is not None and not values_can_be_read(self.layout.device):
             message = f"{name}: all priorities are 0, so no transition can be drawn; use eps > 0."
             raise_if(lambda: density.amax() == 0, lambda: RuntimeError(message))
         beta = self.hyperparameters.get("beta")
-        is_counted = is_complete and self.distribution.takes_priorities and not in_graph
-        has_anchors = is_counted and _torchrl.updates_anchors(self, storage)
         weight, stamp = self.state.log.drawn(
             slots,
             density,
             smallest,
             None if beta is None else beta.views()[0],
-            is_counted=is_counted and not has_anchors,
+            is_counted=is_complete and self.distribution.takes_priorities,
             is_stamped=is_complete and self.layout.for_graphs,
         )
         slots = as_tensor(slots)
-        if has_anchors:
-            self.state.log.count_draw(slots.unique())
         info = {} if weight is None else {"priority_weight": weight}
         if stamp is not None:
             info[STAMP_KEY] = stamp
@@ -366,9 +361,9 @@ class DistributionSampler(ShowsArguments, Sampler):
             priority: TD errors, one per slot or a single number: δ² if ``td_error="squared"``, |δ| if ``"absolute"``.
             storage: the buffer's storage. Default: None.
             stamp: the entry ``"write_stamp"`` of the sample, [B]. Rows whose slot was overwritten after the draw are
-                dropped. None (default): if draws of a slot wait for their updates when it is overwritten, as many of
-                its next updates are dropped; a draw waits while at most 64 others follow. An update of exactly the rows
-                of the last write is always applied.
+                dropped. None (default): a row is dropped if its slot was drawn and then overwritten within the last 64
+                draws, and has not been drawn since. An update all of whose rows were written since the last draw is
+                always applied.
 
         Raises:
             ValueError: if a TD error is negative, not finite or too large, or the shapes do not match.
@@ -383,7 +378,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         self.synchronize(storage)
         if not self.layout.known and self.state.log.is_empty:
             raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
-        self.state.update(index, self.flat_slots(index), priority, stamp)
+        self.state.update(self.flat_slots(index), priority, stamp)
 
     # --- inspection and state
 

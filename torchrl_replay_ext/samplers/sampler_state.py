@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,14 +22,14 @@ from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import RingWrite, WriteLog
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, empty, rows_record, rows_update
-from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import Distribution, WriteObserver
 from torchrl_replay_ext.samplers.rows import RowView
 
 # Stands for a TD error that is missing. TorchRL's buffers pass it for rows that they add and for samples without TD
-# errors. It is negative, and no TD error.
-NO_TD_ERROR = -(2.0**-100)
+# errors.
+NO_TD_ERROR = -math.inf
 # In graphs, each update applies an annealed alpha to this number of slots, in turns through the whole buffer.
 _REWEIGHTED = 64
 
@@ -75,19 +75,17 @@ class SamplerState:
         self._limit = torch.zeros(1, dtype=torch.float64, device=layout.device)
         log, priorities = self.log, self.priorities
         # the first arguments of rows.record
-        state = log.generation, log.num_writes, log.draws, log.num_draws
+        state = log.generation, log.num_writes, log.drawn_at
         self._views = Views(*state, priorities.of_slot, priorities.largest, *masses)
         # the first arguments of rows.update, and an array that stands for those that are missing
         self._update_views = Views(
-            *(log.generation, log.draws, log.num_draws, priorities.of_slot, priorities.largest_updated),
+            *(log.generation, log.drawn_at, log.draws, priorities.of_slot, priorities.largest_updated),
             *(self._counts, self._limit, priorities.eps, priorities.smallest, priorities.td_error == "squared"),
             *masses,
             self._counts[:0].clone(),
         )
         # True if more than the kernel changes has to follow priorities
         self._has_followers = priorities.within_buffer or type(self.distribution).update is not Distribution.update
-        # the slots of the last padded draws, and their real rows
-        self._padded: deque[tuple[Tensor, Tensor]] = deque(maxlen=WINDOW)
         self.observers = [observe(self.log) for observe in make_observers]
         restrictions = (part.restricts_to for part in self.observers)
         self.distribution.restricted_to = next((each for each in restrictions if each is not None), None)
@@ -152,15 +150,14 @@ class SamplerState:
         if not self._knows_storage and storage is not None and self.log.is_empty and _torchrl.length(storage):
             self.ingest(storage, int(_torchrl.next_step(storage)))
 
-    def write(self, index: int | Tensor | None, slots: Tensor, storage: Storage | None) -> None:
+    def write(self, slots: Tensor, storage: Storage | None) -> None:
         """Update the state after a write. Not usable in graphs.
 
         If the order of the rows matters, stored rows that are not those before the cursor of the buffer's writer were
         changed in place. All others are new, and slots between them and the last write were lost and are removed.
 
         Args:
-            index: the index of the rows, in TorchRL's format; None: no update for these rows is expected.
-            slots: the same as slots, int64 [n]. On the CPU they can be read without waiting.
+            slots: int64 [n]. On the CPU they can be read without waiting.
             storage: the storage.
 
         Raises:
@@ -173,7 +170,7 @@ class SamplerState:
         write = self.log.locate(slots, _torchrl.next_step(storage) if self.needs_order else None)
         if write.smallest < 0 and len(self.layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
-            self.write(None, slots[slots >= 0], storage)
+            self.write(slots[slots >= 0], storage)
             return
         if write.smallest < 0 or write.largest >= self.layout.size:
             wrong = write.smallest if write.smallest < 0 else write.largest
@@ -189,7 +186,6 @@ class SamplerState:
             self.insert(slots, storage, write.slots_as_index, is_rewrite=True)
         else:
             self._append(slots, write, storage)
-        self.log.announce(index, write.slots_as_index)
 
     def _append(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Insert new rows, ``slots`` [n]. If n exceeds the number of slots, the first ones were overwritten."""
@@ -265,28 +261,12 @@ class SamplerState:
 
     def _forget(self, slots: Tensor) -> None:
         rows_record(*self._views(), slots.contiguous(), False)
-        self.log.announce(None)
 
     def generation(self, slots: Tensor) -> Tensor:
         """The number of the write that filled each of ``slots`` [n], int64 [n]; 0 for empty slots."""
         return gather_in_bounds(self.log.generation, slots)
 
     # --- priority updates
-
-    def remember_padding(self, slots: Tensor, is_real: Tensor) -> None:
-        """Remember a draw of ``slots`` [n], of whose updates the rows that are not ``is_real`` [n] are left out."""
-        self._padded.append((slots, is_real))
-
-    def _real_rows(self, slots: Tensor) -> Tensor | None:
-        """False for padded rows of an update of ``slots`` [n] without stamps, bool [n]; None: no row is padded."""
-        memory = slots.untyped_storage().data_ptr()
-        # a copy, because another thread may draw at the same time
-        padded = [*self._padded][::-1]
-        for drawn, is_real in padded:
-            if drawn.untyped_storage().data_ptr() == memory:
-                begin = slots.storage_offset() - drawn.storage_offset()
-                return is_real.as_strided(slots.shape, slots.stride(), begin).contiguous()
-        return next((is_real for drawn, is_real in padded if torch.equal(drawn, slots)), None)
 
     def _td_errors(self, given: Any, count: int) -> Tensor:
         """Convert TD errors, one for each of ``count`` slots or a scalar for all of them, to float32 [count].
@@ -310,17 +290,16 @@ class SamplerState:
             )
         return error.expand(count)
 
-    def update(self, index: Any, slots: Tensor, td_error: float | Tensor, stamp: Tensor | None) -> None:
-        """Set priorities from TD errors, except of rows whose slot was overwritten after the draw.
+    def update(self, slots: Tensor, td_error: float | Tensor, stamp: Tensor | None) -> None:
+        """Set priorities from TD errors, except of late rows; see :func:`torchrl_replay_ext.kernels.rows.update`.
 
         In eager code on the CPU, and on accelerators with ``layout.validate``, invalid rows raise errors. In graphs and
         on other accelerators they are left out and counted.
 
         Args:
-            index: the index of the update, in TorchRL's format.
             slots: int64 [n].
             td_error: TD errors, one for each slot, or a scalar for all slots.
-            stamp: generations at the draw, int64 [n]; -1 for padded rows. None if unknown.
+            stamp: generations at the draw, int64 [n]; None if unknown.
 
         Raises:
             ValueError: if a TD error is invalid, or their number is not n; nothing is changed then.
@@ -332,28 +311,21 @@ class SamplerState:
             return
         in_graph = is_traced()
         refuses = not in_graph and (self.layout.validate or slots.is_cpu)
-        is_own = stamp is None and not in_graph and self.log.is_last_write(index, slots)
         # on accelerators only a number that was expanded is read, as TorchRL's buffers do
         is_expanded = count == 1 or error.stride(0) == 0
         if is_expanded and not refuses and not in_graph and error[0] == NO_TD_ERROR:
-            self._ignore(index, slots)
+            self._ignore(slots)
             return
         *state, nothing = self._update_views()
-        real = nothing
-        if stamp is None and self._padded and not in_graph and not is_own:
-            real = self._real_rows(slots)
-            real = nothing if real is None else real
         stamp = nothing if stamp is None else stamp.reshape(-1).contiguous()
         kept, d = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
         result = empty(nothing, 2, torch.int64)
-        rows = slots.contiguous(), error.contiguous(), stamp, real
-        # a graph has draws only where they are stamped
-        rows_update(*state, *rows, not in_graph, refuses, is_own, kept, d, result)
+        rows_update(*state, slots.contiguous(), error.contiguous(), stamp, refuses, kept, d, result)
         if refuses:
             # why the update is refused, and the row; or 0, and the number of rows that are kept
             reason, number = result.tolist()
-            if reason == INVALID and float(error[number]) == NO_TD_ERROR:
-                self._ignore(index, slots)
+            if reason == INVALID and bool((error == NO_TD_ERROR).all()):
+                self._ignore(slots)
                 return
             if reason:
                 raise self._refusal(reason, slots, error, row=number)
@@ -366,16 +338,11 @@ class SamplerState:
                 self.priorities.recount(kept)
             self.distribution.update(kept, d)
             self.distribution.leave_out(kept)
-        if not in_graph:
-            self.log.announce(None)
         self.step()
 
-    def _ignore(self, index: Any, slots: Tensor) -> None:
+    def _ignore(self, slots: Tensor) -> None:
         """Ignore an update without TD errors. A sample is counted, with a warning; not rows that were just stored."""
-        # a single row may be added as a batch
-        if self.log.is_last_write(slots[0] if len(slots) == 1 else index, slots):
-            self.log.announce(None)
-        elif self.log.num_draws.item():
+        if bool((gather_in_bounds(self.log.drawn_at, slots) > 0).any()):
             self._counts[1].add_(len(slots))
             warnings.warn(
                 f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names "
@@ -421,7 +388,6 @@ class SamplerState:
             part.clear()
         self._counts.zero_()
         self._cursor.zero_()
-        self._padded.clear()
         self._knows_storage = False
 
     def tensors(self) -> dict[str, Tensor]:
@@ -479,7 +445,3 @@ class SamplerState:
             raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
         for part in (self.log, *self._parts):
             part.check_valid()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # draws belong to this process only
-        return {**vars(self), "_padded": deque(maxlen=WINDOW)}

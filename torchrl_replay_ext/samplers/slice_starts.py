@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.priorities import Priorities
@@ -195,13 +195,14 @@ class SliceStarts(Distribution):
         """The newest transitions of each lane in time order, across episodes.
 
         Returns:
-            Slots, int64 [lanes, slice_len], the last one repeated, or slot 0 if there is none; and the mask,
-            bool [lanes, slice_len], False where a lane has fewer transitions.
+            Slots, int64 [lanes, slice_len], the last one repeated, and the mask, bool [lanes, slice_len], False where a
+            lane has fewer transitions. A lane without transitions repeats the newest one of all lanes.
         """
         count = (self._time - self._recent < self._size).sum(1, keepdim=True)
         step = torch.arange(self._slice_len, device=self._device)
         place = (self._rows.unsqueeze(1) - count + step.minimum(count - 1)) % self._slice_len
-        return self._recent.gather(1, place) % self._size * (count > 0), step < count
+        times = where_int64(count > 0, self._recent.gather(1, place), self._time)
+        return times % self._size, step < count
 
     def is_followed(self, slots: Tensor) -> Tensor:
         """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""

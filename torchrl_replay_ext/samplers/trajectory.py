@@ -21,7 +21,7 @@ from torchrl_replay_ext.arguments import (
     require_integer,
     require_nested_keys,
 )
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, raise_if
 from torchrl_replay_ext.core.layout import unravel
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import ShardRows
@@ -67,9 +67,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
       and the last steps of long episodes. Every slice has at least one real step.
     * ``pad=False``: all transitions followed by ``slice_len`` - 1 stored steps of their episode are equally likely.
     * ``anchors``: a prioritized sampler of this package draws the starts. Its ``priority_weight`` applies to all steps
-      of a slice. TD errors of all real steps become priorities; if slices overlap, the last row of a slot wins. TD
-      errors of padded rows have no effect. With TorchRL's own buffers, pass the flat batch to the update unchanged,
-      whole or in slices: padded rows cannot be identified in a shuffled copy.
+      of a slice. TD errors of all steps become priorities; if slices overlap, the largest one of a slot counts. So
+      padded rows have no effect if their TD error is 0, as the losses write it, and they come back in one update with
+      the rest of their slice. Slices may come back in any order and as copies.
     * ``starts="episode"`` with ``anchors``: only the first steps of episodes are drawn, by their priorities among each
       other. So the TD error in the first row of a slice is the priority of the slice. For another one, such as the
       largest TD error of the slice, write it to this row before the update. TD errors of other steps only count for the
@@ -281,6 +281,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             drawn: further columns of the starts, [n] each; None for the newest slices, which are not drawn.
         """
         ends = torch.cat([~goes_on, torch.ones_like(mask[:, :1])], 1)
+        is_slice = mask[:, :1].expand_as(mask).reshape(-1)
         slots, mask, ends = slots.reshape(-1), mask.reshape(-1), ends.reshape(-1)
         data = stored_tensordict(OWNER, storage)
 
@@ -306,14 +307,11 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if self._is_prioritized:
             state = self.starts_sampler.state
             if self.starts_sampler.layout.for_graphs:
-                # a stamp that no write has
-                info[STAMP_KEY] = where_int64(mask, state.generation(slots), torch.full_like(slots, -1))
-            if not is_traced():
-                # TorchRL's own buffers hand no stamps back
-                state.remember_padding(slots, mask)
-                # an update with the batch of newest() is not expected
-                if drawn is not None:
-                    state.log.count_draw(torch.where(mask, slots, -1))
+                # where no slice could be drawn, a stamp that no write has
+                info[STAMP_KEY] = state.generation(slots) * is_slice
+            # an update with the batch of newest() is not expected
+            if drawn is not None:
+                state.log.count_draw(slots)
         return unravel(slots, self.starts_sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:

@@ -18,7 +18,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
-from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split, take
+from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split
 from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
 from torchrl_replay_ext.sharding.group import Sent, ShardGroup
 from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose
@@ -240,8 +240,6 @@ class ShardedReplayBuffer:
             data = data.reshape(-1)
         columns: Arrays = {key: data[key].detach().cpu().numpy() for key in needed[:-1]}
         columns[self.priority_key] = data[self.priority_key].detach().to("cpu", torch.float32).numpy()
-        # without padding, which has the stamp -1
-        columns = take(columns, columns[STAMP_KEY] >= 0)
         error, shard = columns[self.priority_key], columns.pop(SHARD_KEY)
         valid = (error >= 0) & (error <= self._largest_td_error)
         if not valid.all():

@@ -177,8 +177,7 @@ class ReplayShard:
         if "density" in info:
             info[DENSITY] = info.pop("density")
         if (stamp := info.get(STAMP_KEY)) is not None:
-            # padding has the stamp -1
-            info[STAMP_KEY] = torch.where(stamp < 0, stamp, stamp + self._process * PROCESS)
+            info[STAMP_KEY] = stamp + self._process * PROCESS
         for key, column in info.items():
             rows.set(key, column)
         return to_arrays(rows.set("index", index)) | {SHARD_KEY: np.full(len(index), self._number)}
