@@ -1,5 +1,8 @@
-"""Samplers with n-step returns, hindsight relabelling, storages that were filled before, and ensembles of buffers."""
+"""TorchRL's samplers in our buffer; ours with n-step returns, hindsight relabelling, filled storages, and ensembles."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,6 +15,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     TensorStorage,
 )
+from torchrl.data.replay_buffers import samplers as torchrl_samplers
 from torchrl.envs import MultiStepTransform
 
 from tests import data
@@ -29,6 +33,65 @@ SAMPLERS = {
     "reaper": lambda: ReaPERSampler(omega=1.0, **ABSOLUTE),
 }
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+
+
+# --- TorchRL's samplers
+
+PER = {"max_capacity": CAPACITY, "alpha": 0.6, "beta": 0.4}
+SLICES = {"slice_len": 3, "traj_key": ("collector", "traj_ids")}
+TORCHRL = {
+    "ConsumingSampler": [{}],
+    "PrioritizedSampler": [PER],
+    "PrioritizedSliceSampler": [PER | SLICES],
+    "PromptGroupSampler": [{"num_groups": 4, "group_key": ("collector", "traj_ids")}],
+    "SamplerWithoutReplacement": [{}],
+    "SliceSampler": [
+        SLICES,
+        {"num_slices": 4},
+        {"slice_len": 12, "strict_length": False},
+        {"slice_len": 12, "strict_length": False, "pad_output": True},
+        SLICES | {"fragmented": True, "step_key": "step_count"},
+    ],
+    "SliceSamplerWithoutReplacement": [{"slice_len": 3}],
+    "StalenessAwareSampler": [{}],
+    "StreamingSliceSampler": [{"slice_len": 3}],
+}
+# RandomSampler scales other random numbers in our storage; an ensemble needs several storages
+OTHERS = {"Sampler", "RandomSampler", "SamplerEnsemble"}
+
+
+def test_no_sampler_of_torchrl_is_forgotten():
+    classes = {name: vars(torchrl_samplers)[name] for name in torchrl_samplers.__all__}
+    found = {name for name, each in classes.items() if inspect.isclass(each) and issubclass(each, classes["Sampler"])}
+    assert found <= TORCHRL.keys() | OTHERS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, arguments) for name, settings in TORCHRL.items() for arguments in settings]
+)
+def test_samplers_of_torchrl_draw_the_same_batches_from_our_buffer(name, arguments):
+    if not hasattr(torchrl_samplers, name):
+        pytest.skip(f"torchrl has no {name}")
+
+    def batches(compilable):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        sampler = getattr(torchrl_samplers, name)(**arguments)
+        rb = buffer_with(sampler, CAPACITY, compilable=compilable, batch_size=12)
+        found = []
+        for first in (0, 20, 40):
+            step = torch.arange(20) % 10
+            version = {"step_count": step, "policy_version": torch.zeros(20, dtype=torch.int64)}
+            rb.extend(rows(20, first=first, episode=10, ids=first // 10 + torch.arange(20) // 10, **version))
+            found.append(rb.sample())
+            if isinstance(sampler, torchrl_samplers.PrioritizedSampler):
+                found[-1]["td_error"] = found[-1]["number"] + 1.0
+                rb.update_tensordict_priority(found[-1])
+        return found
+
+    for ours, theirs in zip(batches(True), batches(False), strict=True):
+        assert len(ours) > 0 and (ours == theirs).all()
 
 
 # --- n-step returns

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import ROUNDING, as_number, shown, within_limits
+from torchrl_replay_ext.compilation import outside_inference_mode
 from torchrl_replay_ext.kernels.ops import Views
 
 
@@ -60,6 +61,7 @@ class Hyperparameter:
         hint: advice at the end of error messages. Default: none.
     """
 
+    @outside_inference_mode()
     def __init__(
         self, owner: str, name: str, value: float | Tensor | Anneal, *, high: float = math.inf, hint: str = ""
     ):

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,17 @@ def is_traced() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """What is allocated here can be changed in place later, inside ``torch.inference_mode`` and outside of it."""
+    if torch.is_inference_mode_enabled() and not is_traced():
+        # leaving the mode turns gradients on
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 def values_can_be_read(where: Tensor | torch.device) -> bool:
@@ -110,7 +122,7 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
     if generator is not None and is_traced():
         generator = None
     if device.type == "cpu" and (generator is None or generator.device == device):
-        order = torch.randperm(num, generator=generator)
+        order = torch.randperm(num, device=device, generator=generator)
     else:
         order = uniform(num, device=device, generator=generator).argsort()
     # rounding may give 1 for the last interval

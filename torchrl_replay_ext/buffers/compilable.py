@@ -159,9 +159,12 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             index, info = self._sampler.sample(storage, batch_size)
             if unit is not None:
                 index, info = unit.expand(index, info, storage)
-            assert isinstance(index, Tensor)
             info["index"] = index
-            data = self._collate_fn(storage.take(index))
+            # TorchRL's samplers of slices return tuples, others may return lists or slices
+            if isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
+                data = self._collate_fn(storage.take(index))
+            else:
+                data = self._collate_fn(storage.get(index))
         entries = {key: torch.stack(value, -1) if isinstance(value, tuple) else value for key, value in info.items()}
         set_entries(data, entries)
         return (data, info) if return_info else data
@@ -169,7 +172,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     def update_priority(self, index: int | Tensor | tuple[Tensor, ...], priority: float | Tensor) -> None:
         """Set priorities by index; see :meth:`torchrl.data.ReplayBuffer.update_priority`."""
         index = torch.stack(index, -1) if isinstance(index, tuple) else index
-        priority = torch.as_tensor(priority)
+        priority = (
+            priority if isinstance(priority, Tensor) else torch.as_tensor(priority, dtype=torch.float32, device="cpu")
+        )
         if self.dim_extend and priority.ndim > 1:
             priority = self._transpose(priority).flatten()
         with self._locks():

@@ -195,7 +195,7 @@ class EpisodeIndex(WriteObserver):
     def stats(self) -> dict[str, Tensor]:
         """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
         slots = self._log.stored_slots()
-        mean = self.reliability(slots).mean() if slots.numel() else torch.ones(())
+        mean = self.reliability(slots).mean() if slots.numel() else torch.ones((), dtype=torch.float64)
         return {"reliability_mean": mean, "interrupted": self.lanes.interrupted.sum()}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode
 from torchrl_replay_ext.core.conditions import AdaptiveCondition
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.core.layout import check_counts
@@ -112,6 +112,7 @@ class EventTables(Mapping[str, EventTable]):
         {'default': 0, 'gap': 0, 'done': 0}
     """
 
+    @outside_inference_mode()
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
         most = table_capacities(specs, capacity, retention)
         self.specs, self.retention, self.is_pinned = tuple(specs), retention, retention == "pinned"
@@ -184,6 +185,7 @@ class EventTables(Mapping[str, EventTable]):
         self.num_slots, self.is_allocated = num_slots, True
         self._allocate()
 
+    @outside_inference_mode()
     def _allocate(self) -> None:
         size, count, first = self.num_slots, len(self.names), self.first
         capacities = [size] * first + self.most[first:]

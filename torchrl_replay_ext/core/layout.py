@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,11 @@ def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...
     return (slots, *reversed(index))
 
 
+def _as_tensor(index: Any) -> Tensor:
+    # torch.as_tensor would move a tensor to torch's default device
+    return index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
+
+
 def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
     """Convert TorchRL's index to flat slots, int64 [n], on the device of the index.
 
@@ -106,8 +111,7 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
     shape = layout.shape
     if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
         return index
-    coordinates = torch.stack([torch.as_tensor(i) for i in index], -1) if isinstance(index, tuple) else index
-    coordinates = torch.as_tensor(coordinates)
+    coordinates = torch.stack([_as_tensor(i) for i in index], -1) if isinstance(index, tuple) else _as_tensor(index)
     if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
         raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
     coordinates = coordinates.to(torch.int64)

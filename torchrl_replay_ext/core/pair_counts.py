@@ -135,8 +135,8 @@ class PairCounts(WriteObserver):
         self._add(1, self._hash[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
 
     def of(self, slots: Tensor) -> Tensor:
-        """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; int64 [tables + 1, n]."""
+        """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; float64 [tables + 1, n]."""
         counters = self._counters(gather_in_bounds(self._hash, slots))
         table = torch.arange(self._tables + 1, device=slots.device).view(-1, 1, 1) * self._counts.shape[1]
         flat = gather_in_bounds(self._counts.view(-1), (table + counters).view(-1))
-        return flat.view(-1, *counters.shape).amin(1).to(torch.int64)
+        return flat.view(-1, *counters.shape).amin(1).to(torch.float64)

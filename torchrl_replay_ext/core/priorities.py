@@ -43,7 +43,7 @@ class Priorities(WriteObserver):
         # the priority of new transitions before the first update
         self._first = max(1.0, min_priority)
         # d of each slot, float32; negative if the transition was never updated
-        self.of_slot = torch.zeros(size, device=device)
+        self.of_slot = torch.zeros(size, dtype=torch.float32, device=device)
         # shape [1]: in torch 2.13 the writes of a compiled graph to 0-dim float64 tensors are lost
         self.largest = torch.full((1,), self._first, dtype=torch.float64, device=device)
         # what the kernel of updates raises; with within_buffer, ``largest`` follows from the tree below instead

@@ -33,7 +33,7 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         noise_scale: the value to check.
     """
     try:
-        scale = torch.as_tensor(noise_scale)
+        scale = noise_scale if isinstance(noise_scale, Tensor) else torch.as_tensor(noise_scale, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{owner}(noise_scale={noise_scale!r}): noise_scale must be a number or a tensor.") from error
     if scale.dtype == torch.bool or scale.is_complex():

@@ -18,7 +18,14 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer
-from torchrl_replay_ext.compilation import is_traced, mark_static, raise_if, to_device, values_can_be_read
+from torchrl_replay_ext.compilation import (
+    is_traced,
+    mark_static,
+    outside_inference_mode,
+    raise_if,
+    to_device,
+    values_can_be_read,
+)
 from torchrl_replay_ext.core.layout import Layout, flat_slots, unravel
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
@@ -127,6 +134,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         elif issubclass(cls, PrioritizedSampler):
             raise TypeError(f"{cls.__name__}: a subclass of a sampler with TD errors expects them too.")
 
+    @outside_inference_mode()
     def _set_up(self, layout: Layout) -> None:
         make = self._make_priorities, self.make, self._make_observers
         self.state = SamplerState(self.owner, layout, *make, self.hyperparameters)
@@ -315,10 +323,10 @@ class DistributionSampler(ShowsArguments, Sampler):
         """Continue the schedules of another shard, as :meth:`schedules` returned them."""
         tensors = self.distribution.tensors()
         for name in self.distribution.settings:
-            tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype))
+            tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype, device="cpu"))
         self.distribution.rebuild()
         for name, hyperparameter in self.hyperparameters.items():
-            hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64))
+            hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64, device="cpu"))
         self.state.refresh_limit()
         self.distribution.reweight(None)
 
@@ -431,7 +439,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             self.distribution.sync()
             state = {key: value.clone() for key, value in self.state.tensors().items()}
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
-        return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64)}
+        return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64, device="cpu")}
 
     def trial_copy(self) -> Any:
         """A copy for the same storage, which refuses the states that this sampler refuses."""

@@ -44,7 +44,8 @@ class CandidateScorer:
         require_choice(_OWNER, "granularity", self.granularity, get_args(Granularity))
         require_noise_scale(_OWNER, self.noise_scale)
         self.eps = require_finite(_OWNER, "eps", self.eps)
-        self._scale = torch.as_tensor(self.noise_scale, dtype=torch.float32)
+        device = getattr(self.noise_scale, "device", "cpu")
+        self._scale = torch.as_tensor(self.noise_scale, dtype=torch.float32, device=device)
 
     def to(self, device: torch.device) -> None:
         """Move the tensors to ``device``."""

@@ -22,7 +22,7 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_replay_ext._torchrl import is_stacked, length, read_only_buffer
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import is_traced, raise_if
+from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, raise_if
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity
@@ -136,7 +136,8 @@ class DecoupledSampler(SamplerWrapper):
         self._candidate_sampler = RandomSampler()
         self._action_key = action_key
         # mean score of the last actor batch, and mean score of all its candidates
-        self._chosen = torch.zeros(2)
+        with outside_inference_mode():
+            self._chosen = torch.zeros(2, dtype=torch.float32, device="cpu")
         self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
         self.policy = policy
 
@@ -208,6 +209,7 @@ class DecoupledSampler(SamplerWrapper):
         sampler.is_constructed = True
         return buffer
 
+    @outside_inference_mode()
     def _to(self, device: torch.device) -> None:
         self._chosen = self._chosen.to(device)
         self._scorer.to(device)

@@ -300,4 +300,4 @@ def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) ->
         raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
     for name, value in given.items():
         require_integer("EventTableSampler", f"min_size[{name!r}]", value)
-    return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names])
+    return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names], device="cpu")

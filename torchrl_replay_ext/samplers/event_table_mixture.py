@@ -314,7 +314,7 @@ class EventTableMixture(Distribution):
         self._refresh()
         mass = self._tree.prefix(self._view.begins).diff()
         eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
-        total = self._table_sums(mass)
+        total = self._table_sums(mass).to(torch.float64)
         return self._mixture(slots, eta / torch.where(total > 0, total, 1.0))
 
     def stored_slots(self) -> Tensor:

@@ -172,7 +172,7 @@ class ReliabilityAdjusted(PowerDistribution):
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()
         total = self._tree.total()
-        rate = self.density(slots).sum() / total if total else torch.ones(())
+        rate = self.density(slots).sum() / total if total else torch.ones((), dtype=torch.float64)
         return {"acceptance_rate": rate, **self._episodes.stats()}
 
 

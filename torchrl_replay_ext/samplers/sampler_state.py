@@ -425,7 +425,7 @@ class SamplerState:
             density = torch.ones(1, dtype=torch.float64, device=density.device)
         relative = density / density.mean()
         return {
-            "num_items": torch.tensor(count),
+            "num_items": torch.tensor(count, device="cpu"),
             "effective_sample_size": 1 / (relative**2).mean(),
             "priority_min": relative.min(),
             "priority_median": relative.median(),
@@ -441,7 +441,7 @@ class SamplerState:
     def check_valid(self) -> None:
         """Raise AssertionError if the state is inconsistent. O(N)."""
         largest = self.priorities.largest_so_far()
-        if largest > torch.tensor(self.distribution.max_supported_priority, dtype=torch.float32).item():
+        if largest > np.float32(self.distribution.max_supported_priority):
             raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
         for part in (self.log, *self._parts):
             part.check_valid()

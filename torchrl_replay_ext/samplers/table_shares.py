@@ -9,6 +9,7 @@ import torch
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
+from torchrl_replay_ext.compilation import outside_inference_mode
 
 _OWNER = "EventTableSampler"
 
@@ -22,10 +23,11 @@ class TableShares:
         may_anneal: True to allow schedules.
     """
 
+    @outside_inference_mode()
     def __init__(self, names: list[str], eta: Mapping[str, float | Anneal], *, may_anneal: bool):
         self._names, self._may_anneal = names, may_anneal
         # rows: current value; start; end of the schedule; number of batches so far (first) and in the schedule (last)
-        self.state = torch.zeros(4, len(names), dtype=torch.float64)
+        self.state = torch.zeros(4, len(names), dtype=torch.float64, device="cpu")
         # η of each table, float64 [tables]; a copy, because torch takes no input of a graph as static if two of them
         # have the same memory
         self.current = self.state[0].clone()
@@ -61,7 +63,7 @@ class TableShares:
                 f"{_OWNER}(eta={dict(eta)}): all schedules must have the same num_updates, so that the sum stays 1."
             )
         steps = [*[0.0] * (len(names) - 1), max(durations, default=1)]
-        self.state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64))
+        self.state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64, device="cpu"))
         self.rebuild()
 
     def with_event_share(self, value: float) -> dict[str, float]:

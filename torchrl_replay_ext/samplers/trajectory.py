@@ -347,7 +347,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         slots, mask = self._starts.newest()
         index, info = self._rows(storage, slots, mask, self._starts.is_followed(slots) & mask[:, 1:], None)
         if self._is_prioritized:
-            info["priority_weight"] = torch.ones(slots.numel(), device=slots.device)
+            info["priority_weight"] = torch.ones(slots.numel(), dtype=torch.float32, device=slots.device)
         return index, info
 
     def episode(self, storage: Storage, index: int | Tensor | tuple) -> TensorDictBase:

@@ -17,6 +17,7 @@ from torchrl_replay_ext._torchrl import set_columns, stored_columns, stored_data
 from torchrl_replay_ext.compilation import (
     is_traced,
     mark_static,
+    outside_inference_mode,
     scalar,
     to_device,
     uniform,
@@ -27,8 +28,8 @@ from torchrl_replay_ext.compilation import (
 def positions(cursor: Any, size: int) -> Tensor:
     """The places among ``size`` ones that ``cursor``, an index of any kind, stands for; int64 [n], [] for a number."""
     if isinstance(cursor, slice):
-        return torch.arange(*cursor.indices(size))
-    numbers = torch.as_tensor(cursor)
+        return torch.arange(*cursor.indices(size), device="cpu")
+    numbers = cursor if isinstance(cursor, Tensor) else torch.as_tensor(cursor, device="cpu")
     numbers = numbers.nonzero().squeeze(1) if numbers.dtype == torch.bool else numbers.to(torch.int64)
     return numbers + size * (numbers < 0)
 
@@ -56,9 +57,12 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     _last_cursor_index_value: Tensor  # narrows TorchRL's type, which includes multiprocessing values
 
+    @outside_inference_mode()
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
-        self._len_value = torch.zeros((), dtype=torch.int64)
-        super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
+        self._len_value = torch.zeros((), dtype=torch.int64, device="cpu")
+        # TorchRL makes its counters on the default device
+        with torch.device("cpu"):
+            super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
     @property
     def _len(self) -> int:
@@ -109,6 +113,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         # one assignment, so that an interrupted write leaves a valid length
         self._len_value.copy_(self._len_value.clamp_min((last + 1) * lanes))
 
+    @outside_inference_mode()
     def _init(self, data: Any) -> None:
         super()._init(data)
         for column in stored_columns(self):
@@ -187,6 +192,7 @@ class CompilableTensorStorage(LazyTensorStorage):
             return take_rows(stored_data(self), index)
         return take_rows(stored_data(self).select(*keys), index.to(self.counters_device))
 
+    @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""
         is_allocated, saved = self.initialized, state_dict["_storage"]
@@ -197,6 +203,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         self.initialized |= is_allocated
         self._settle()
 
+    @outside_inference_mode()
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
         super().loads(path)

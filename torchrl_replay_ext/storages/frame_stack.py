@@ -12,7 +12,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collecti
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import is_traced, to_device
+from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.indices import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
@@ -126,6 +126,7 @@ class FrameStackStorage(CompilableTensorStorage):
             self._make_pool(before.shape[1], before.flatten(0, 1))
         return before, after
 
+    @outside_inference_mode()
     def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
         """Make the pool for frames like ``frames`` [n, ...]."""
         if self.device == "auto":
@@ -196,7 +197,7 @@ class FrameStackStorage(CompilableTensorStorage):
             slots = to_device(index, self.counters_device)
             return self._with_frames(rows, slots + self._len_value * (slots < 0))
         # a slice of a full storage is the stored TensorDict itself, which must not get the stacks
-        return self._with_frames(rows.copy(), torch.arange(len(self))[index])
+        return self._with_frames(rows.copy(), torch.arange(len(self), device="cpu")[index])
 
     def __repr__(self) -> str:
         data: Any = "<empty>"

@@ -243,7 +243,7 @@ class EventTableWriter(CompilableWriter):
                 "EventTableWriter.write_at: with retention='pinned' the tables choose the slots; use extend or add."
             )
         result = super().write_at(index, data)
-        slots = torch.as_tensor(result)
+        slots = result if isinstance(result, Tensor) else torch.as_tensor(result, device="cpu")
         known = _torchrl.shape_and_device(self._storage) if slots.ndim > 1 else None
         slots = slots.reshape(-1) if known is None else row_major(slots, known[0])
         self.tables.remove(slots.cpu().numpy())

@@ -24,7 +24,7 @@ from torchrl_replay_ext._torchrl import (
     step_after_rows,
     stored_data,
 )
-from torchrl_replay_ext.compilation import is_traced, mark_static, values_can_be_read
+from torchrl_replay_ext.compilation import is_traced, mark_static, outside_inference_mode, values_can_be_read
 from torchrl_replay_ext.core.layout import MOST, unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.entries import new_entries
@@ -68,7 +68,7 @@ def bind_samplers(storage: Any) -> None:
     columns = (storage.ndim,) if storage.ndim > 1 else ()
     # a list always has its shape
     for buffer in attached_buffers(storage) if getattr(storage, "initialized", True) else ():
-        buffer.mark_update(torch.empty(0, *columns, dtype=torch.int64))
+        buffer.mark_update(torch.empty(0, *columns, dtype=torch.int64, device="cpu"))
 
 
 class CompilableWriter(TensorDictRoundRobinWriter):
@@ -83,9 +83,10 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     # True if rows are written to one slot of the ring after the other
     _follows_ring = True
 
+    @outside_inference_mode()
     def __init__(self, *, track_generations: bool = False):
-        self.cursor_value = torch.zeros((), dtype=torch.int64)
-        self._write_count_value = torch.zeros((), dtype=torch.int64)
+        self.cursor_value = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._write_count_value = torch.zeros((), dtype=torch.int64, device="cpu")
         super().__init__(compilable=True, track_generations=track_generations)
 
     _cursor = _counter("cursor_value")
@@ -188,7 +189,7 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         storage: Any = self._storage
         self._require_tensordict("extend", data)
         if 0 in data.shape:
-            return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64)
+            return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64, device="cpu")
         if is_traced():
             if not isinstance(storage, CompilableTensorStorage) or self._track_generations:
                 raise TypeError(
@@ -199,8 +200,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         index = self._undone_if_refused(self._extend, data)
         device = storage.counters_device if isinstance(storage, CompilableTensorStorage) else None
         if device not in (None, self.cursor_value.device):
-            self.cursor_value = self.cursor_value.to(device)
-            self._write_count_value = self._write_count_value.to(device)
+            with outside_inference_mode():
+                self.cursor_value = self.cursor_value.to(device)
+                self._write_count_value = self._write_count_value.to(device)
             mark_static(vars(self))
         return index
 
