@@ -28,9 +28,9 @@ def actor(network=None, distribution=Categorical, in_key="observation", **argume
 
 def estimator_of(value=None, pi=None, **arguments):
     """An estimator for the networks of Q and π; for the greedy policy if it gets neither π nor an actor."""
-    networks = {"value_network": critic(value)} | ({} if pi is None else {"actor_network": actor(pi)}) | arguments
-    policy = "actor" if "actor_network" in networks else "greedy"
-    return RetraceEstimator(**{"gamma": GAMMA, "policy": policy, **networks})
+    actor_network = None if pi is None else actor(pi)
+    networks = {"value_network": critic(value), "actor_network": actor_network}
+    return RetraceEstimator(**{"gamma": GAMMA, **networks, **arguments})
 
 
 def experience(*shape, seed=0):

@@ -55,6 +55,7 @@ class Recurrent:
                 after = self.step(following, behind)[0]
                 logits, mu = self.policy_head(features), torch.randn(ACTIONS, dtype=torch.float64)
                 q = self.value_head(after)
+                action = torch.randint(ACTIONS, ())
                 steps.append(
                     TensorDict(
                         {
@@ -63,7 +64,8 @@ class Recurrent:
                             "c": state[1],
                             "is_init": torch.tensor([initial]),
                             "logits": mu,
-                            "action": torch.randint(ACTIONS, ()),
+                            "action": action,
+                            "action_log_prob": mu.log_softmax(-1)[action],
                             "next": {
                                 "observation": following,
                                 "h": behind[0],
@@ -115,7 +117,9 @@ def assert_values_of_episodes(setting, rows, valid):
 def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_time):
     setting = Recurrent()
     assert setting.rows["next", "done"][:, :-1].any() and not setting.rows["is_init"][:, 0].all()
-    estimator = estimator_of(value_network=setting.q_network, actor_network=setting.actor, policy=policy)
+    estimator = estimator_of(
+        value_network=setting.q_network, actor_network=setting.actor if policy == "actor" else None
+    )
     expected, _ = values(setting.rows, policy)
     with set_recurrent_mode(over_time):
         result = estimator.value_estimate(setting.rows.exclude("expected"))

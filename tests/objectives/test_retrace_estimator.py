@@ -1,16 +1,20 @@
 """Retrace as a TorchRL value estimator, against a loop over single steps."""
 
+import copy
 import math
 
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical, Normal
-from torchrl.modules import MaskedCategorical, NormalParamExtractor, OneHotCategorical, ProbabilisticActor
+from torch.distributions import Categorical
+from torchrl.modules import OneHotCategorical, QValueActor
+from torchrl.objectives import DQNLoss
+from torchrl.objectives.utils import build_value_estimator
 
 from tests.objectives.q_networks import ACTIONS, GAMMA, actor, assert_near, critic, estimator_of, experience, mlp, naive
+from tests.objectives.trajectories import averaged
+from torchrl_replay_ext import RetraceEstimator
 
 
 def expected_value(x, value, policy=None):
@@ -51,25 +55,6 @@ def test_index_and_one_hot_actions(distribution):
         assert_near(estimator.value_estimate(batch), expected)
 
 
-def test_the_behaviour_may_be_stored_as_log_probabilities_or_as_logits():
-    value, pi, batch = mlp(), mlp(), experience(3, 9)
-    logits = mlp()(batch["observation"]).detach()
-    batch["action_log_prob"] = logits.log_softmax(-1).gather(-1, batch["action"].unsqueeze(-1)).squeeze(-1)
-    expected = naive(batch, value, pi)
-    estimator = estimator_of(value, pi)
-    without = batch.exclude("action_log_prob")
-    for other in (
-        batch.clone().set("action_log_prob", batch["action_log_prob"].unsqueeze(-1)),
-        without.clone().set("logits", logits - 7),
-        # if the batch has both entries, the log-probability is used
-        batch.clone().set("logits", torch.zeros_like(logits)),
-    ):
-        assert_near(estimator.value_estimate(other), expected)
-    estimator.set_keys(behaviour=("mu", "probs"))
-    without["mu", "probs"] = logits.softmax(-1)
-    assert_near(estimator.value_estimate(without), expected)
-
-
 def test_any_batch_shape_and_time_dimension():
     value, pi, batch = mlp(), mlp(), experience(6, 5)
     estimator = estimator_of(value, pi)
@@ -83,28 +68,6 @@ def test_any_batch_shape_and_time_dimension():
         assert_near(fixed(across.clone())["value_target"], expected)
     named = TensorDict(across.to_dict(), across.shape, names=["time", None])
     assert_near(estimator(named)["value_target"], expected)
-
-
-def test_actions_that_are_not_allowed():
-    """An action with π = 0 may have an infinite Q."""
-    value, pi, batch = mlp(), mlp(), experience(3, 9)
-    allowed = torch.tensor([True, True, False, True])
-    batch["action"] = batch["action"].clone()
-    batch["action"][batch["action"] == 2] = 3
-
-    class Masked(nn.Module):
-        def __init__(self, network, fill):
-            super().__init__()
-            self.network, self.fill = network, fill
-
-        def forward(self, x):
-            return self.network(x).masked_fill(~allowed, self.fill)
-
-    expected = naive(batch, Masked(value, 0.0), Masked(pi, -math.inf))
-    distribution = lambda logits: MaskedCategorical(logits=logits, mask=allowed.expand_as(logits))  # noqa: E731
-    for fill in (-math.inf, math.nan, torch.finfo(torch.float64).min):
-        estimator = estimator_of(Masked(value, fill), actor_network=actor(pi, distribution))
-        assert_near(estimator.value_estimate(batch), expected)
 
 
 # --- parameters
@@ -131,207 +94,166 @@ def test_which_parameters_are_used_for_what():
         assert_near(result, naive(batch, nets[target], pi))
 
 
-def test_next_values_may_be_given():
-    value, pi, batch = mlp(), mlp(), experience(3, 1)
-    estimator = estimator_of(value, pi)
-    given = torch.randn(3, 1, 1, dtype=torch.float64)
-    expected = batch["next", "reward"] + GAMMA * given.masked_fill(batch["next", "terminated"], 0.0)
-    torch.testing.assert_close(estimator.value_estimate(batch, next_value=given), expected)
-    with pytest.raises(ValueError, match="next_state_value has shape"):
-        estimator.value_estimate(batch, next_value=given.squeeze(-1))
-
-
-def test_no_gradients_flow():
-    value, pi, batch = mlp(), mlp(), experience(3, 9)
-    batch["next", "reward"].requires_grad_()
-    params = TensorDict.from_module(critic(mlp()))
-    result = estimator_of(value, pi)(batch, params=params)
-    assert not result["value_target"].requires_grad and not result["advantage"].requires_grad
-    assert all(p.requires_grad for p in (*value.parameters(), *pi.parameters()))
-
-
 # --- unused and masked values must not leak
 
 
-@pytest.mark.parametrize("mask_shape", [(4, 9), (4, 9, 1)])
-def test_masked_steps_end_a_trajectory(mask_shape):
+def test_masked_steps_end_a_trajectory_and_may_hold_anything():
     value, pi, batch = mlp(), mlp(), experience(4, 9)
-    lengths = torch.tensor([9, 5, 1, 8])
-    valid = torch.arange(9) < lengths.unsqueeze(-1)
-    estimator = estimator_of(value, pi)
-    expected = [naive(batch[i : i + 1, :length], value, pi)[0] for i, length in enumerate(lengths.tolist())]
-    batch["collector", "mask"] = valid.reshape(mask_shape)
-    batch["next", "reward"][~valid] = math.nan
-    result = estimator(batch)["value_target"]
-    for row, length, of_row in zip(result, lengths.tolist(), expected, strict=True):
-        assert_near(row[:length], of_row)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("policy", ["actor", "greedy"])
-@pytest.mark.parametrize("mu_key", ["action_log_prob", "logits"])
-def test_masked_steps_and_terminal_observations_may_hold_anything(bad, policy, mu_key):
-    value, pi, batch = mlp(), mlp(), experience(4, 9)
-    valid = torch.arange(9) < torch.tensor([9, 5, 1, 8]).unsqueeze(-1)
+    lengths = [9, 5, 1, 8]
+    valid = torch.arange(9) < torch.tensor(lengths).unsqueeze(-1)
+    expected = [naive(batch[i : i + 1, :length], value, pi)[0] for i, length in enumerate(lengths)]
+    for key in ("observation", "action_log_prob", ("next", "observation"), ("next", "reward")):
+        batch[key][~valid] = math.nan
+    batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = math.inf
     batch["collector", "mask"] = valid
-    if mu_key == "logits":
-        batch["logits"] = torch.randn(4, 9, ACTIONS, dtype=torch.float64)
-        del batch["action_log_prob"]
-    estimator = estimator_of(value, pi, policy=policy)
-    results = []
-    for content in (0.0, bad):
-        for key in ("observation", mu_key, ("next", "observation"), ("next", "reward")):
-            batch[key][~valid] = content
-        batch["next", "observation"][batch["next", "terminated"].squeeze(-1)] = content
-        estimate = estimator.value_estimate(batch)
-        assert estimate.isfinite().all()
-        results.append(estimate)
-    torch.testing.assert_close(*results)
-
-
-# --- the conventions of TorchRL's estimators
-
-
-def test_keys():
-    value, pi, batch = mlp(), mlp(), experience(3, 9)
-    expected = naive(batch, value, pi)
-    renamed = TensorDict(
-        {
-            "agent": {"x": batch["observation"], "a": batch["action"]},
-            "mu": batch["action_log_prob"],
-            "next": {
-                "agent": {"x": batch["next", "observation"], "r": batch["next", "reward"]},
-                "d": batch["next", "done"],
-                "t": batch["next", "terminated"],
-            },
-        },
-        batch.shape,
-    )
-    read = set(renamed.keys(True, True))
-    estimator = estimator_of(
-        value_network=critic(value, ("agent", "x"), ("agent", "q")), actor_network=actor(pi, in_key=("agent", "x"))
-    )
-    estimator.set_keys(
-        action=("agent", "a"),
-        action_value=("agent", "q"),
-        sample_log_prob="mu",
-        reward=("agent", "r"),
-        done="d",
-        terminated="t",
-        value_target="target",
-        advantage=("agent", "advantage"),
-        value="ignored",
-    )
-    assert_near(estimator(renamed)["target"], expected)
-    assert renamed["agent", "advantage"].shape == (3, 9, 1)
-    assert estimator.out_keys == [("agent", "advantage"), "target"]
-    assert set(estimator.in_keys) == read
-    with pytest.raises(KeyError, match="not an accepted tensordict key"):
-        estimator.set_keys(state="x")
-
-
-def test_dispatch():
-    value, pi, batch = mlp(), mlp(), experience(3, 9)
-    estimator = estimator_of(value, pi)
-    entries = {key if isinstance(key, str) else "_".join(key): batch[key] for key in estimator.in_keys}
-    advantage, target = estimator(**entries)
-    expected = estimator(batch)
-    assert torch.equal(advantage, expected["advantage"])
-    assert torch.equal(target, expected["value_target"])
+    result = estimator_of(value, pi)(batch)["value_target"]
+    assert result.isfinite().all() and batch["advantage"].isfinite().all()
+    for row, length, of_row in zip(result, lengths, expected, strict=True):
+        assert_near(row[:length], of_row)
 
 
 # --- bad input
 
 
-def broken(**changes):
-    """A batch in which entries, named with "__" for "next", are replaced or, if None, missing."""
-    batch = experience(3, 9)
-    for key, change in changes.items():
-        key = ("next", key[2:]) if key.startswith("__") else key
-        value = batch.get(key)
-        batch = batch.exclude(key)
-        if change is not None:
-            batch[key] = change(value)
-    return batch
-
-
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("key", "value", "error", "message"),
     [
-        ({"observation": None}, KeyError, "no entry 'observation'; the networks read it; the environment writes it"),
-        ({"__observation": None}, KeyError, r"no entry \('next', 'observation'\); the networks read it"),
-        ({"__reward": None}, KeyError, r"no entry \('next', 'reward'\); the environment writes it"),
-        ({"__done": None}, KeyError, r"no entry \('next', 'done'\)"),
-        ({"__terminated": None}, KeyError, r"no entry \('next', 'terminated'\)"),
-        ({"action": None}, KeyError, "no entry 'action'; the policy writes it, and the collector stores it"),
-        (
-            {"action_log_prob": None},
-            KeyError,
-            r"no entry 'logits'; nor 'action_log_prob'.*ProbabilisticActor\(return_log_prob=True\).*collector stores",
-        ),
-        ({"__reward": lambda x: x.squeeze(-1)}, ValueError, r"'reward'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
-        ({"__done": lambda x: x.squeeze(-1)}, ValueError, r"'done'\) has shape \(3, 9\), expected \(3, 9, 1\)"),
-        (
-            {"action_log_prob": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)},
-            ValueError,
-            r"'action_log_prob' has shape \(3, 9, 4\), expected \(3, 9\)",
-        ),
-        (
-            {"action_log_prob": None, "logits": lambda _: torch.zeros(3, 9, 2)},
-            ValueError,
-            r"'logits' has shape \(3, 9, 2\), expected \(3, 9, 4\)",
-        ),
-        ({"action": lambda x: x.double()}, ValueError, r"'action' has shape \(3, 9\) and dtype torch.float64"),
-        ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, 2)}, ValueError, r"'action' has shape \(3, 9, 2\)"),
-        ({"action": lambda x: x - 1}, ValueError, r"indices that are not in \[0, 4\)"),
-        ({"action": lambda x: x + ACTIONS}, ValueError, r"indices that are not in \[0, 4\)"),
-        ({"action": lambda x: x.unsqueeze(-1).expand(3, 9, ACTIONS)}, ValueError, "is not one-hot"),
-        ({"steps_to_next_obs": lambda _: torch.ones(3, 9, 1)}, ValueError, "'steps_to_next_obs', so its transitions"),
+        ("action_log_prob", None, KeyError, r"'action_log_prob'; a ProbabilisticActor\(return_log_prob=True\) writes"),
+        ("action_log_prob", torch.zeros(3, 9, 4), ValueError, r"has shape \(3, 9, 4\), expected \(3, 9\)"),
+        (("next", "reward"), None, KeyError, r"no entry \('next', 'reward'\); the environment writes it"),
+        ("action", torch.full((3, 9), ACTIONS), ValueError, r"indices that are not in \[0, 4\)"),
     ],
 )
-def test_bad_batches(changes, error, message):
-    estimator = estimator_of(pi=mlp())
-    for function in (estimator, estimator.value_estimate):
-        with pytest.raises(error, match=message):
-            function(broken(**changes))
+def test_bad_batches(key, value, error, message):
+    batch = experience(3, 9).exclude(key)
+    if value is not None:
+        batch[key] = value
+    with pytest.raises(error, match=message):
+        estimator_of(pi=mlp()).value_estimate(batch)
 
 
-def test_a_batch_without_time():
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"RetraceEstimator\(gamma=1.1\): gamma must be in \[0, 1\]"):
+        estimator_of(gamma=1.1)
+    with pytest.raises(TypeError, match="actor_network must be a ProbabilisticActor"):
+        estimator_of(actor_network=critic())
+    with pytest.raises(ValueError, match=r"policy have shape \(3, 9, 2\) and the action values"):
+        estimator_of(pi=mlp(2))(experience(3, 9))
+    with pytest.raises(KeyError, match="no entry 'action_value'; value_network writes it"):
+        estimator_of(value_network=critic(out_key="q"))(experience(3, 9))
     with pytest.raises(ValueError, match=r"must have the shape \[\*B, T\]"):
         estimator_of()(experience(3, 9)[0, 0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gamma": 1.1}, r"RetraceEstimator\(gamma=1.1\): gamma must be in \[0, 1\]"),
-        ({"lmbda": -0.1}, r"\(lmbda=-0.1\): lmbda must be in \[0, 1\]"),
-        ({"rho_thresh": -1.0}, r"\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
-        ({"rho_power": 0.0}, r"\(rho_power=0.0\): rho_power must be > 0 and finite"),
-        ({"policy": "softmax"}, r"\(policy='softmax'\): policy must be 'actor' or 'greedy'"),
-    ],
-)
-def test_arguments_out_of_range(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        estimator_of(pi=mlp(), **arguments)
+# --- in DQNLoss
 
 
-def test_networks_that_do_not_fit():
-    for wrong in (None, critic()):
-        with pytest.raises(TypeError, match="actor_network must be a ProbabilisticActor"):
-            estimator_of(actor_network=wrong)
+def dqn(network, *, actor_network=None, **arguments):
+    loss = averaged(DQNLoss(network, action_space="categorical", delay_value=True, **arguments))
+    estimator = estimator_of(value_network=network, actor_network=actor_network)
+    loss.make_value_estimator(estimator)
+    return loss, estimator
+
+
+def perturb(params):
+    params.apply_(lambda x: x.data.add_(torch.randn_like(x)))
+
+
+def test_the_name_in_the_registry():
+    class RetraceDQNLoss(DQNLoss):
+        SUPPORTED_VALUE_ESTIMATORS = (*DQNLoss.SUPPORTED_VALUE_ESTIMATORS, "retrace")
+
+    network, batch = critic(), experience(3, 9)
+    expected, _ = dqn(network)
+    loss = averaged(RetraceDQNLoss(network, action_space="categorical", delay_value=True))
+    estimator = build_value_estimator(loss, "retrace", gamma=GAMMA)
+    assert isinstance(estimator, RetraceEstimator) and estimator.value_network is loss.value_network
+    loss.set_keys(reward="gain")
+    loss.make_value_estimator("retrace", gamma=GAMMA)
+    assert loss.value_estimator.tensor_keys.reward == "gain"
+    renamed = batch.clone()
+    renamed["next", "gain"] = renamed["next"].pop("reward")
+    torch.testing.assert_close(loss(renamed)["loss"], expected(batch)["loss"])
+
+
+@pytest.mark.usefixtures("from_scratch")
+def test_in_one_graph():
     batch = experience(3, 9)
-    gaussian = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(mlp(2), NormalParamExtractor()), in_keys=["observation"], out_keys=["loc", "scale"]
-        ),
-        in_keys=["loc", "scale"],
-        distribution_class=Normal,
-    )
-    for wrong, found in ((gaussian, "None"), (actor(mlp(2)), r"\(3, 9, 2\)")):
-        with pytest.raises(ValueError, match=f"logits of the policy have shape {found} and the action values"):
-            estimator_of(actor_network=wrong)(batch)
-    with pytest.raises(
-        KeyError, match=r"no entry 'action_value'; value_network writes it; .*set_keys\(action_value=\)"
-    ):
-        estimator_of(value_network=critic(out_key="q"))(batch)
+    loss, _ = dqn(critic(), actor_network=actor())
+    eager = loss(batch.clone())["loss"]
+    compiled = torch.compile(lambda batch: loss(batch)["loss"], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch), eager)
+
+
+@pytest.mark.parametrize("policy", ["actor", "greedy"])
+@pytest.mark.parametrize("delay_value", [True, False])
+@pytest.mark.parametrize("template", [True, False])
+def test_targets_in_dqn_loss(policy, delay_value, template):
+    """Targets are Q^ret of the target network, whether the estimator got the user's network or that of the loss."""
+    value, pi, batch = mlp(), mlp(), experience(3, 9)
+    network = critic(value)
+    loss = DQNLoss(network, action_space="categorical", delay_value=delay_value)
+    if delay_value:
+        averaged(loss)
+        perturb(loss.target_value_network_params)
+    used = loss.value_network if template else network
+    loss.make_value_estimator(estimator_of(pi=pi if policy == "actor" else None, value_network=used))
+    target = copy.deepcopy(value)
+    if delay_value:
+        loss.target_value_network_params.data.to_module(critic(target))
+    expected = naive(batch, target, pi if policy == "actor" else None)
+    taken = value(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1))
+    error = nn.functional.mse_loss(taken, expected)
+    result = loss(batch)["loss"]
+    torch.testing.assert_close(result, error)
+    torch.testing.assert_close(batch["td_error"], (taken - expected).square().detach())
+    gradients = torch.autograd.grad(error, value.parameters())
+    result.backward()
+    for p, gradient in zip(value.parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+def test_the_estimator_adds_nothing_to_the_loss():
+    pi, network = actor(), critic()
+    loss, _ = dqn(network, actor_network=pi)
+    alone = DQNLoss(network, action_space="categorical")
+    assert [n for n, _ in loss.named_parameters()] == [n for n, _ in alone.named_parameters()]
+    assert list(loss.state_dict()) == list(alone.state_dict())
+    loss.set_keys(reward="r")
+    assert loss.value_estimator.tensor_keys.reward == "r"
+
+
+def test_a_network_that_replaces_the_actions_taken():
+    value, batch = mlp(), experience(3, 9)
+    qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
+    loss, estimator = dqn(qvalue_actor)
+    with pytest.raises(ValueError, match=r"replaced the actions taken, 'action', by greedy actions"):
+        loss(batch.clone())
+    # outside the loss the estimator works, also with the entries that a collector stored
+    expected = naive(batch, value)
+    assert_near(estimator(qvalue_actor(batch.clone()).detach().update(batch))["value_target"], expected)
+    assert_near(estimator.value_estimate(batch), expected)
+    # the first module writes values only
+    plain, _ = dqn(qvalue_actor[0])
+    result = plain(batch.clone())["loss"]
+    # a copy of the action works, too
+    batch["taken"] = batch["action"]
+    estimator.set_keys(action="taken")
+    torch.testing.assert_close(loss(batch)["loss"], result)
+
+
+def test_double_dqn():
+    """V(x_{t+1}) is the value under the target network of the action that the online network would take."""
+    value, batch = mlp(), experience(5, 1)
+    qvalue_actor = QValueActor(value, in_keys=["observation"], action_space="categorical")
+    loss, estimator = dqn(qvalue_actor, double_dqn=True)
+    perturb(loss.target_value_network_params)
+    estimator.set_keys(action="taken")
+    batch["taken"] = batch["action"]
+    target = copy.deepcopy(value)
+    loss.target_value_network_params.data["module", "0", "module"].to_module(target)
+    behind = batch["next", "observation"]
+    v = target(behind).gather(-1, value(behind).argmax(-1, keepdim=True)).masked_fill(batch["next", "terminated"], 0.0)
+    taken = value(batch["observation"]).gather(-1, batch["action"].unsqueeze(-1))
+    expected = nn.functional.mse_loss(taken, batch["next", "reward"] + GAMMA * v)
+    torch.testing.assert_close(loss(batch)["loss"], expected)

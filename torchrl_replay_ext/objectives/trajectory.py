@@ -134,9 +134,9 @@ class Trajectories:
         r"""Rewards and flags of ends, [\*B, T, 1], the last arguments of the functions that estimate returns."""
         return self.reward, self.done, self.terminated
 
-    def of_steps(self, key: NestedKey, value: Tensor) -> Tensor:
-        r"""Reshape an entry of the sampler from [\*B, T] or [\*B, T, 1] to [\*B, T]."""
-        require_shape(self.owner, key, value, self.shape, (*self.shape, 1), author=_WRITTEN_BY_SAMPLER)
+    def of_steps(self, key: NestedKey, value: Tensor, author: str = _WRITTEN_BY_SAMPLER) -> Tensor:
+        r"""Reshape an entry with a number per step from [\*B, T] or [\*B, T, 1] to [\*B, T]."""
+        require_shape(self.owner, key, value, self.shape, (*self.shape, 1), author=author)
         return value.reshape(self.shape)
 
     def fill(self, x: Tensor) -> Tensor:
