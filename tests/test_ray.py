@@ -195,7 +195,7 @@ def process_of(shard):
 
 
 def test_a_sharded_buffer(buffers, tmp_path):
-    """Writes, draws, updates, a killed process that continues from a checkpoint, and a second process that writes."""
+    """Writes, draws, updates, a killed process, a checkpoint that is loaded, and a second process that writes."""
     rb = ShardedReplayBuffer(
         2,
         storage=partial(CompilableTensorStorage, 200),
@@ -232,13 +232,12 @@ def test_a_sharded_buffer(buffers, tmp_path):
     with pytest.warns(UserWarning, match="the process of shard 1 of the replay buffer has ended"):
         for _ in range(3):
             assert rb.sample().shape == (BATCH,)
-    rb.dumps(tmp_path)  # waits until the shard has been restored
+    rb.loads(tmp_path)  # waits until the process has been started again
     stats = rb.stats()
     assert stats["shards"] == 2 and stats["lost_shards"] == 1
-    # the rows written to the shard after the checkpoint are gone
-    assert 128 <= len(rb) <= 194
+    assert len(rb) == 128
     rb.extend(transitions(256))
-    rb.check_valid()
+    assert rb.sample().shape == (BATCH,)
     rb.shutdown()
 
 

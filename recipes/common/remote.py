@@ -104,7 +104,7 @@ def _event_writer(*arguments: Any) -> EventTableWriter:
 class RemoteReplay(ShardedReplayBuffer):
     """The replay buffer of a run, in `num_shards` Ray actors. Collectors write to them directly.
 
-    If the process of a shard ends, the run goes on, with the shard's content of the last checkpoint.
+    If the process of a shard ends, the run goes on with the others, and with the shard when Ray has started it again.
 
     Args:
         config: the run's configuration. The shards share the capacity.
@@ -135,14 +135,23 @@ class RemoteReplay(ShardedReplayBuffer):
                 sampler=partial(make_sampler, *arguments),
                 writer=writer,
                 batch_size=learning.batch_size,
-                prefetch=config.prefetch,
                 device=device,
                 seed=config.seed,
-                restored=partial(load_shard, run_dir),
                 on_loss=warn,
             )
         except ValueError as error:
             raise ConfigError(f"num_shards={config.num_shards} sampler={name}: {error}") from error
+        self._run_dir = run_dir
+
+    def sample(self) -> TensorDictBase:
+        """Draw a batch; if all transitions are lost, go on with those of the run's last checkpoint."""
+        try:
+            return super().sample()
+        except Lost:
+            if not (self._run_dir / CHECKPOINT).is_file():
+                raise
+            self.load_state_dict(load_checkpoint(self._run_dir, torch.device("cpu"))["replay"])
+            return super().sample()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the whole buffer, copied to the learner."""
@@ -150,13 +159,6 @@ class RemoteReplay(ShardedReplayBuffer):
             return super().state_dict()
         except RuntimeError as error:
             raise LostProcess(str(error)) from error
-
-
-def load_shard(run_dir: Path, number: int) -> dict[str, Any] | None:
-    """The state of a shard in the last checkpoint of a run; None if there is none."""
-    if not (run_dir / CHECKPOINT).is_file():
-        return None
-    return load_checkpoint(run_dir, torch.device("cpu"))["replay"]["shards"][number]
 
 
 class FlagReader(BaseInfoDictReader):

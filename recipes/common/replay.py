@@ -22,7 +22,7 @@ import torchrl_replay_ext as ext
 from recipes.common.collector import TERMINATED
 from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, LearningConfig, RunConfig, ends
 from recipes.common.errors import ConfigError, did_you_mean
-from torchrl_replay_ext.sharding.shard import stored_slots
+from torchrl_replay_ext.core.event_spec import DEFAULT
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": RandomSampler,
@@ -253,6 +253,14 @@ def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
         for key, value in config.items()
         if key not in ("name", "priority")
     }
+
+
+def stored_slots(buffer: TensorDictReplayBuffer) -> torch.Tensor:
+    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
+    if isinstance(buffer.writer, ext.EventTableWriter):
+        return buffer.writer.tables[DEFAULT].index()
+    length = len(buffer)
+    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
 
 
 def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:

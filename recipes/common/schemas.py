@@ -356,7 +356,6 @@ class DistributedRun(RunConfig):
     address: str | None = MISSING
     num_collectors: int = within(">= 1")
     num_shards: int = within(">= 1")
-    prefetch: int = within("[0, 16]")
 
     def __post_init__(self) -> None:
         if self.algorithm == "sac" and self.sampler.get("name") == "lap":

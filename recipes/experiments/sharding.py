@@ -82,7 +82,6 @@ def measure(num_shards: int, *, images: bool, cycles: int) -> dict[str, float]:
         storage=partial(CompilableTensorStorage, capacity // num_shards),
         sampler=ProportionalSampler,
         batch_size=BATCH,
-        prefetch=1,
         remote_config={"num_cpus": 0},
     )
     try:

@@ -33,7 +33,7 @@ def test_trajectories_of_different_collectors_differ():
 @pytest.mark.parametrize("sampler", ["rank", "recency"])
 def test_samplers_that_need_one_shard(tmp_path, sampler):
     pytest.importorskip("ray", reason="needs ray (pip install ray)")
-    with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* need the"):
+    with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* need sums"):
         recipe.run(tmp_path, f"sampler={sampler}", "num_shards=2")
 
 
@@ -122,7 +122,7 @@ def test_killed_collector(ray_runtime, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_killed_shard(ray_runtime, tmp_path, monkeypatch, capsys, num_shards):
-    """The run says what is lost and goes on; the shard continues from the last checkpoint."""
+    """The run says what is lost and goes on; with one shard, with the transitions of the last checkpoint."""
     killing(monkeypatch, lambda collector: collector._replay._group.handles[-1])
     settings = "num_envs=2", "num_collectors=2", "checkpoint_interval=32", f"num_shards={num_shards}"
     table = recipe.run(tmp_path, *settings)

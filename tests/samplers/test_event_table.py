@@ -155,10 +155,9 @@ def test_eta_can_be_assigned_annealed_and_scheduled():
     eta = {"default": Anneal(1.0, 0.0, 10), "a": Anneal(0.0, 1.0, 10), "b": 0.0}
     rb = filled(eta=eta, batch_size=10)
     assert [rb.sample()["table"].sum().item() for _ in range(12)] == [*range(11), 10]
-    loaded, continued = filled(eta=eta, batch_size=10), filled(eta=eta, batch_size=10)
+    loaded = filled(eta=eta, batch_size=10)
     loaded.sampler.load_state_dict(rb.sampler.state_dict())
-    continued.sampler.load_schedules(rb.sampler.schedules())
-    assert loaded.sample()["table"].sum().item() == continued.sample()["table"].sum().item() == 10
+    assert loaded.sample()["table"].sum().item() == 10
 
 
 def test_shares_that_exceed_a_limit_by_rounding_are_the_limit():

@@ -151,8 +151,8 @@ def test_writers_of_several_processes():
 
 def test_weights_correct_for_the_probability_of_a_stale_draw():
     """The priorities of shard 0 change after the sums are known, so its share of the batch is that of before."""
-    many = filled("proportional", 2, prefetch=1)
-    len(many)
+    many = filled("proportional", 2)
+    many.sample()
     before = [report.mass[0] for report in many._group.reports]
     buffers = [handle.replay._buffer for handle in many._group.handles]
     buffers[0].update_priority(torch.arange(4), torch.full((4,), 1e6))
@@ -165,14 +165,28 @@ def test_weights_correct_for_the_probability_of_a_stale_draw():
     torch.testing.assert_close(batch["priority_weight"].double(), (drawn / smallest) ** -0.5, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_draws_miss_at_most_the_newest_updates(prefetch):
-    """A batch was requested before the last ``prefetch`` updates, by sums that miss ``prefetch`` + 1 more.
-
-    With ``prefetch=0``, all sums are read first.
-    """
-    many = filled("proportional", 2, prefetch=prefetch)
-    for _ in range(2 * prefetch + 2 if prefetch else 1):
-        batch = many.sample()
-        update(many, batch, torch.where(batch["shard"] == 0, 1e6, 1e-6))
+def test_draws_follow_the_newest_updates_and_writes():
+    many = filled("proportional", 2)
+    batch = many.sample()
+    update(many, batch, torch.where(batch["shard"] == 0, 1e6, 1e-6))
     assert (many.sample()["shard"] == 0).double().mean() > 0.9
+    # new rows have the largest priority
+    many.extend(transitions(1000, 40))
+    assert (many.sample()["number"] >= 1000).double().mean() > 0.5
+
+
+def test_a_started_shard_and_a_loaded_buffer_continue_the_schedules(tmp_path):
+    sampler = partial(ProportionalSampler, beta=BETA)
+    many = filled("", 2, sampler=sampler)
+    learn(many, 5)
+    many.dumps(tmp_path)
+    many._group.handles[1].restart()
+    with pytest.warns(UserWarning, match="shard 1"):
+        learn(many, 2)
+    fill(many)
+    learn(many, 1)
+    assert many._group.handles[1].replay.stats()["beta"] == many.stats()["beta"] == pytest.approx(0.88)
+    for loaded in (many, sharded("", 2, sampler=sampler)):
+        loaded.loads(tmp_path)
+        learn(loaded, 1)
+        assert loaded.stats()["beta"] == pytest.approx(0.76)

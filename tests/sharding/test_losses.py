@@ -18,7 +18,6 @@ from tests.sharding.shards import (
     require_own_priorities,
     rows_in,
     sharded,
-    slices,
     td_errors,
     transitions,
 )
@@ -48,7 +47,6 @@ def test_a_lost_shard(name):
         many.extend(transitions(first, 20))
     assert many.stats()["shards"] == 3 and min(len(rows) for rows in rows_in(many)) > 100
     assert 1 in many.sample()["shard"]
-    many.check_valid()
 
 
 @pytest.mark.parametrize("when", ["exchange", "state_dict", "dumps"])
@@ -62,7 +60,7 @@ def test_a_process_that_ends_during_a_call(when, tmp_path):
 
     many = filled("reaper", 3, calls=LocalCalls(before))
     many.dumps(tmp_path)
-    held = len(rows_in(many)[1])
+    held = rows_in(many)
     ends.append(True)
     if when == "exchange":
         with pytest.warns(UserWarning, match="shard 1 of"):
@@ -73,13 +71,11 @@ def test_a_process_that_ends_during_a_call(when, tmp_path):
             call()
     many._group.handles[1].restart()
     learn(many, 3)
-    # from the checkpoint that is complete
-    assert len(rows_in(many)[1]) >= held
-    many.check_valid()
-    many.dumps(tmp_path)
-    other = sharded("reaper", 3)
-    other.loads(tmp_path)
-    assert rows_in(other) == rows_in(many)
+    assert not rows_in(many)[1]
+    # the checkpoint that is complete
+    many.loads(tmp_path)
+    assert rows_in(many) == held
+    learn(many, 3)
 
 
 def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
@@ -117,27 +113,6 @@ def test_late_updates_of_an_earlier_process_are_dropped():
     assert many.stats()["dropped_updates"] == (batch["shard"] == 1).sum()
 
 
-def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
-    many = sharded("", 1, sampler=slices)
-    many.extend(transitions(0, 5))
-    many.dumps(tmp_path)
-    many.extend(transitions(20, 1))
-    silently_restarted(many, 0)
-    with pytest.warns(UserWarning, match="its 20 transitions,"):
-        many.sample()
-    many.extend(transitions(24, 5))
-    stored = many._group.handles[0].replay._buffer[:]
-    # 5 steps of 4 environments, and the new steps
-    assert stored["number"].tolist() == [*range(20), *range(24, 44)]
-    for _ in range(20):
-        drawn = many.sample().reshape(-1, 4)
-        number, mask = drawn["number"], drawn["collector", "mask"]
-        step = number[:, 1:] - number[:, :-1]
-        assert (step[mask[:, 1:] & (number[:, :-1] >= 24)] == STREAMS).all()
-        assert not ((number[:, :-1] < 20) & (number[:, 1:] >= 24) & mask[:, 1:]).any()
-    assert many.stats()["interrupted"] == 0
-
-
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -148,7 +123,7 @@ def test_open_episodes_of_a_checkpoint_end_and_go_on_as_new_ones(tmp_path):
 def test_a_thousand_random_operations_with_kills(name, tmp_path):
     """No row is drawn that is not stored, and no priority reaches another row."""
     rng = np.random.default_rng(3)
-    many = sharded(name, 3, capacity=64 if "event" not in name else 96, prefetch=1, timeout=0.5)
+    many = sharded(name, 3, capacity=64 if "event" not in name else 96, timeout=0.5)
     numbers, batches, saved = 0, [], False
 
     def kill():
@@ -162,8 +137,8 @@ def test_a_thousand_random_operations_with_kills(name, tmp_path):
 
     def sample():
         batch = many.sample()
-        # a batch drawn ahead may hold rows that have been overwritten or lost since, but none that never was
-        assert (batch["number"] < numbers * STREAMS).all()
+        for shard, held in enumerate(rows_in(many)):
+            assert held.issuperset(batch["number"][batch["shard"] == shard].tolist())
         batches.append(batch)
 
     def update():
@@ -223,22 +198,6 @@ def test_changes_of_all_shards_are_refused_while_one_is_lost(change, tmp_path):
     many._group.handles[1].restart()
     call[change]()
     assert bool(len(many)) == (change != "empty") and many.stats()["shards"] == 3
-    many.check_valid()
-
-
-def test_a_shard_that_cannot_be_restored_goes_on_empty(tmp_path):
-    many = filled("proportional", 2)
-    many.dumps(tmp_path)
-    (file,) = tmp_path.glob("*/shard1.pt")
-    file.write_bytes(file.read_bytes()[:100])
-    silently_restarted(many, 1)
-    with (
-        pytest.warns(UserWarning, match="the process of shard 1"),
-        pytest.warns(UserWarning, match="shard 1 could not be restored and goes on empty"),
-    ):
-        many.sample()
-        many.sample()
-    assert many.stats()["shards"] == 2 and not rows_in(many)[1]
 
 
 def test_writes_end_if_no_shard_comes_back():

@@ -292,10 +292,10 @@ class DistributionSampler(ShowsArguments, Sampler):
             info[STAMP_KEY] = stamp
         return slots, info if extras is None else info | extras
 
-    # --- joint draws from several shards; see ShardedReplayBuffer
+    # --- draws from several shards; see ShardedReplayBuffer
 
     def sums(self, storage: Storage) -> Sums:
-        """The sums of this shard, for joint draws."""
+        """The sums of this shard."""
         self.synchronize(storage)
         return self.distribution.sums()
 
@@ -312,31 +312,13 @@ class DistributionSampler(ShowsArguments, Sampler):
         limit = max(self.distribution.max_supported_priority - priorities.eps, 0.0)
         return limit**2 if priorities.td_error == "squared" else limit
 
-    def schedules(self) -> dict[str, list]:
-        """The states of all schedules by name; empty if no hyperparameter is annealed."""
-        tensors, parts = self.distribution.tensors(), self.hyperparameters
-        schedules: dict[str, list] = {name: tensors[name].tolist() for name in self.distribution.settings}
-        is_annealed = any(part.annealed for part in parts.values()) or any(s[1] != s[2] for s in schedules.values())
-        return schedules | {name: part.state().tolist() for name, part in parts.items()} if is_annealed else {}
-
-    def load_schedules(self, schedules: dict[str, list]) -> None:
-        """Continue the schedules of another shard, as :meth:`schedules` returned them."""
-        tensors = self.distribution.tensors()
-        for name in self.distribution.settings:
-            tensors[name].copy_(torch.tensor(schedules[name], dtype=tensors[name].dtype, device="cpu"))
-        self.distribution.rebuild()
-        for name, hyperparameter in self.hyperparameters.items():
-            hyperparameter.load(torch.tensor(schedules[name], dtype=torch.float64, device="cpu"))
-        self.state.refresh_limit()
-        self.distribution.reweight(None)
-
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Tensor, dict[str, Any]]:
-        """Draw the rows of a joint draw that lie in this shard.
+        """Draw the rows of a batch that lie in this shard.
 
         Returns:
             The index, [n], and a dict with further columns: write stamps, and ``"density"``, float64 [n], the
-            probability of each row, unless all rows are equally likely.
+            probability of each row in the whole batch, unless all rows are equally likely.
         """
         slots, info = self.draw_in_shard(storage, wanted)
         return slots, {STAMP_KEY: self.state.generation(slots), **info}
@@ -345,7 +327,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         """:meth:`sample_in_shard` without stamps."""
         self.synchronize(storage)
         slots, density, _, extras = self.distribution.draw_in_shard(wanted, self._rng)
-        return slots, {**({} if density is None else {"density": density}), **(extras or {})}
+        return as_tensor(slots), {**({} if density is None else {"density": density}), **(extras or {})}
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, uniform, where_int64
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, where_int64
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
+from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers.rows import RowView
 
 __all__ = ["Distribution", "Draw", "RowView", "ShardRows", "Sums", "WriteObserver"]
@@ -42,40 +43,35 @@ class Draw(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums over one of several buffers, called shards, by which joint draws are divided among them.
+    """The sums over one of several buffers, called shards, by which batches are divided among them.
 
     Distributions without tables have one table.
 
     Args:
-        mass: sum of the densities of each table, float64 [tables]. With :attr:`Distribution.rejects` these are the
-            densities of proposals.
-        smallest: the smallest positive density, or inf if there is none, float64 []. None: weights are divided by the
-            largest weight of the batch.
+        mass: sum of the densities of each table, float64 [tables].
+        smallest: the smallest positive density, or inf if there is none, float64 []. Default: None, weights are divided
+            by the largest weight of the batch.
         count: number of transitions of each event table, int64 [tables]. Default: None, there are no event tables.
-        eta: proportions of the event tables, float64 [tables]. Default: None, likewise.
         largest_episode: the largest sum of priorities of an episode, in units of mass. Default: 0.
     """
 
     mass: Tensor
-    smallest: Tensor | None
+    smallest: Tensor | None = None
     count: Tensor | None = None
-    eta: Tensor | None = None
     largest_episode: int = 0
 
 
 class ShardRows(NamedTuple):
-    """The rows of a joint draw that are taken from one shard.
+    """The rows of a batch that are drawn in one shard.
 
     Args:
-        u: where each row lies among the masses of its table, in [0, 1), float64 [n].
-        table: the table of each row, int64 [n]; None if there is one table.
+        rows: number of rows of each table, int64 [tables].
         probability: probability that a row of each table lies in this shard, float64 [tables].
         eta: proportions of the tables, float64 [tables].
         count: number of transitions of each event table in all shards, int64 [tables]; None without event tables.
     """
 
-    u: Tensor
-    table: Tensor | None
+    rows: Tensor
     probability: Tensor
     eta: Tensor
     count: Tensor | None
@@ -102,12 +98,6 @@ class Distribution(WriteObserver, ABC):
     takes_priorities = True
     # entries of tensors() that do not depend on the stored transitions
     settings: tuple[str, ...] = ()
-    # why joint draws from several shards are not possible; None: they are
-    why_not_joint: str | None = "this distribution has no sums for draws from several shards."
-    # makes the random numbers of a draw, in [0, 1): independent or stratified ones
-    draw_numbers: Callable[..., Tensor] = staticmethod(uniform)
-    # True if joint draws only propose rows, and some are rejected
-    rejects = False
     # masses d^α that the kernels of writes and updates set, so that no method has to; None: there are none
     power_masses: PowerMasses | None = None
     # True if draws can be restricted to some slots: remove() skips slots of -1, and what follows from the generations
@@ -140,42 +130,41 @@ class Distribution(WriteObserver, ABC):
             RuntimeError: if nothing can be drawn. Where values cannot be read, all rows are then slot 0 with density 0.
         """
 
-    # --- joint draws from several shards, in eager code on the CPU
+    # --- draws from several shards, in eager code on the CPU
 
     def sums(self) -> Sums:
-        """The sums of this shard."""
-        raise NotImplementedError(f"{type(self).__name__}: {self.why_not_joint}")
+        """The sums of this shard. ValueError if its rows cannot be drawn without knowing all shards (the default)."""
+        raise ValueError(
+            "draws from several shards need sums of masses, which this sampler does not have; use RandomSampler, "
+            "ProportionalSampler, ReaPERSampler or EventTableSampler."
+        )
 
-    def plan(
-        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose the tables of the rows of a joint draw, and where the rows lie among all masses of their tables.
+    def rows_of_tables(
+        self, everywhere: Sums, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """The number of rows of each table in a batch from all shards, int64 [tables], and η, float64 [tables].
 
         Args:
             everywhere: the sums of all shards together.
-            num_rows: number of rows, n.
-            batch_size: number of rows of the whole batch; n may differ, for proposals or rows that are drawn again.
+            batch_size: number of rows.
             generator: source of randomness; None: the global generator.
-
-        Returns:
-            The table of each row, int64 [n]; u of each row in [0, 1), float64 [n]; and the proportions of the tables,
-            float64 [tables].
         """
-        table = torch.zeros(num_rows, dtype=torch.int64)
-        u = self.draw_numbers(num_rows, device=table.device, generator=generator)
-        return table, u, torch.ones(1, dtype=torch.float64)
+        return torch.tensor([batch_size], device="cpu"), torch.ones(1, dtype=torch.float64, device="cpu")
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        """Draw the rows of a joint draw that lie in this shard.
+        """Draw the rows of a batch that lie in this shard.
 
         Returns:
-            At most n slots: rejected rows, and those of tables without mass, are left out. ``density`` is the
-            probability of each slot in the joint draw, or None if all slots are equally likely.
+            The slots. ``density`` is the probability of each slot in the whole batch, or None if all are equally
+            likely.
         """
-        raise NotImplementedError(f"{type(self).__name__}: {self.why_not_joint}")
+        slots, density, _, extras = self.draw(int(wanted.rows[0]), generator)
+        if density is not None:
+            density = as_tensor(density) * (wanted.probability[0] / self.sums().mass[0])
+        return Draw(slots, density, extras=extras)
 
     def count_batch(self) -> None:
-        """Called once for each joint draw: advance the schedules that count batches."""
+        """Called once for each batch: advance the schedules that count batches."""
 
     def note_other_shards(self, largest_episode: int) -> None:
         """Called with the largest :attr:`Sums.largest_episode` of the other shards."""

@@ -22,7 +22,7 @@ from torchrl_replay_ext.core.pair_counts import PairCounts
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.functional.allocation import METHODS, Allocation, table_ends
+from torchrl_replay_ext.functional.allocation import METHODS, Allocation, allocate
 from torchrl_replay_ext.kernels.events_layout import CHANGES, UNSENT
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_mixture, events_set_masses
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
@@ -31,8 +31,9 @@ from torchrl_replay_ext.samplers.table_shares import TableShares
 
 Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 
-# why joint draws of several shards are not possible
+# why rows cannot be drawn from several shards
 _PAIRS = "this correction counts outcomes, which may lie in several shards; use correction=None or 'mixture'."
+_ORDER = "these priorities need all rows of a table; use priority=dict(kind='proportional')."
 _CLASSES = (
     "correction='mixture' with retention='pinned' counts combinations of tables, which needs all of them; use "
     "retention='ring'."
@@ -62,7 +63,6 @@ class EventTableMixture(Distribution):
 
     writes_in_graphs = False
     settings = ("eta",)
-    why_not_joint = None
     # True if entries are drawn in proportion to their masses, not by :meth:`_draw_entries`
     draws_by_mass = True
     # True if the distribution needs to know which entries have changed
@@ -115,10 +115,6 @@ class EventTableMixture(Distribution):
             numbers = torch.ones_like(priorities.of_slot)
             self._power = numbers, torch.ones(1, dtype=torch.float64, device=self._device)
         self._settings = Views(self._eta, self._min_sizes, self._view.begins)
-        if correction not in (None, "mixture"):
-            self.why_not_joint = _PAIRS
-        elif correction == "mixture" and tables.is_pinned:
-            self.why_not_joint = _CLASSES
         # size of the last batch outside graphs: the default minimum size of a table for density()
         self._batch_size = 1
         # batch sizes for which the sizes of the tables were checked
@@ -330,28 +326,32 @@ class EventTableMixture(Distribution):
         eta = torch.where(eta.sum() > 0, eta, torch.eye(len(eta), dtype=eta.dtype, device=eta.device)[0])
         return eta / eta.sum()
 
-    # --- joint draws: a table of the whole buffer is the union of the tables of the same name of all shards
+    # --- draws from several shards: a table of the whole buffer is the union of the tables of the same name
 
     def sums(self) -> Sums:
+        if self._correction not in (None, "mixture"):
+            raise ValueError(_PAIRS)
+        if self._correction == "mixture" and self._tables.is_pinned:
+            raise ValueError(_CLASSES)
+        if not self.draws_by_mass:
+            raise ValueError(_ORDER)
         masses = self._tree.prefix(self._view.begins).diff().double()
-        return Sums(masses, None, self._view.counts.clone(), self._shares.current.clone())
+        return Sums(masses, count=self._view.counts.clone())
 
-    def plan(
-        self, everywhere: Sums, num_rows: int, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert everywhere.count is not None and everywhere.eta is not None
-        eta = self._used(everywhere.count, everywhere.mass, batch_size, everywhere.eta)
-        first = uniform(num_rows if self._allocation == "multinomial" else 1, device=eta.device, generator=generator)
-        ends = table_ends(eta, num_rows, self._allocation, first)
-        table = torch.searchsorted(ends, torch.arange(num_rows), right=True)
-        return table, uniform(num_rows, device=eta.device, generator=generator), eta
+    def rows_of_tables(
+        self, everywhere: Sums, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        assert everywhere.count is not None
+        eta = self._used(everywhere.count, everywhere.mass, batch_size, self._shares.current)
+        u = uniform(batch_size if self._allocation == "multinomial" else 1, device=eta.device, generator=generator)
+        return allocate(eta, batch_size, self._allocation, u), eta
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        assert wanted.table is not None and wanted.count is not None
+        assert wanted.count is not None
         ends = self._tree.prefix(self._view.begins)
         totals = ends.diff()
-        kept = totals[wanted.table] > 0
-        table, u = wanted.table[kept], wanted.u[kept]
+        table = torch.arange(len(totals), device=self._device).repeat_interleave(wanted.rows * (totals > 0))
+        u = uniform(len(table), device=self._device, generator=generator)
         target = torch.minimum((u * totals[table]).to(torch.int64), totals[table] - 1)
         position, mass = self._tree.find(ends[table] + target)
         slots = self._view.slot_at[position].to(torch.int64)
@@ -363,7 +363,7 @@ class EventTableMixture(Distribution):
             return Draw(slots, probability, extras=extras)
         if self.takes_priorities:
             return Draw(slots, wanted.count[table] * mass * scale[table], extras=extras)
-        return Draw(slots, extras=extras | {"priority_weight": torch.ones(len(slots), dtype=torch.float32)})
+        return Draw(slots, extras=extras | {"priority_weight": torch.ones_like(probability, dtype=torch.float32)})
 
     # --- state
 

@@ -16,7 +16,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import Distribution, Draw, Sums
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
@@ -33,8 +33,6 @@ class PowerDistribution(Distribution):
         alpha: the exponent.
         track_min: keep track of the smallest mass. Default: False.
     """
-
-    why_not_joint = None
 
     def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
         self._log, self._priorities, self._alpha = log, priorities, alpha
@@ -61,13 +59,6 @@ class PowerDistribution(Distribution):
         priority = gather_in_bounds(priority, slots).abs()
         self._tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
         self.leave_out(slots)
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        total = self._tree.total().double()
-        if not total:
-            return Draw(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
-        slots, mass = self._tree.draw(wanted.u)
-        return Draw(slots, mass * (wanted.probability[0] / total))
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)
@@ -114,12 +105,12 @@ class Proportional(PowerDistribution):
         stratified: bool,
         weight_norm: WeightNorm,
     ):
-        self.draw_numbers = stratified_uniform if stratified else uniform
+        self._draw_numbers = stratified_uniform if stratified else uniform
         self._tracks_min = weight_norm == "buffer"
         super().__init__(log, priorities, alpha, track_min=self._tracks_min)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        u = self.draw_numbers(batch_size, device=self._log.layout.device, generator=generator)
+        u = self._draw_numbers(batch_size, device=self._log.layout.device, generator=generator)
         slots, mass, minima = self._tree.walk(u)
         return Draw(slots, mass, minima if self._tracks_min else None)
 

@@ -43,7 +43,6 @@ class RankBased(Distribution):
     """
 
     can_be_restricted = True
-    why_not_joint = "ranks need the priorities of all shards; use ProportionalSampler or ReaPERSampler."
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class RankBased(Distribution):
     ):
         self._log, self._priorities, self._alpha = log, priorities, alpha
         self._segments, self._weight_norm = segments, weight_norm
-        self.draw_numbers = stratified_uniform if stratified else uniform
+        self._draw_numbers = stratified_uniform if stratified else uniform
         size, self._device = log.layout.size, log.layout.device
         self._ranks = RankBuckets(size, self._device)
         # Σ_{r≤k} r^-alpha, and the alpha of this table
@@ -106,7 +105,7 @@ class RankBased(Distribution):
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
         self._prepare()
-        u = self.draw_numbers(batch_size, device=self._device, generator=generator)
+        u = self._draw_numbers(batch_size, device=self._device, generator=generator)
         if self._segments == "exact":
             slots, density, smallest = self._ranks.draw(u, *self._views())
         else:

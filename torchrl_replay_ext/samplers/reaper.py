@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from tensordict import NestedKey
@@ -109,8 +109,6 @@ class ReliabilityAdjusted(PowerDistribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    rejects = True
-
     def __init__(
         self,
         log: WriteLog,
@@ -126,6 +124,8 @@ class ReliabilityAdjusted(PowerDistribution):
         self._episodes = EpisodeIndex(log, reader)
         self.parts = (self._episodes,)
         self._rejection = Rejection(self._tree, self._episodes, omega)
+        # running mean of R^ω over the masses, for draws from several shards; 0: it was not computed yet
+        self._acceptance = 0.0
 
     @property
     def max_supported_priority(self) -> float:
@@ -148,19 +148,24 @@ class ReliabilityAdjusted(PowerDistribution):
         return result
 
     def sums(self) -> Sums:
-        smallest = self._smallest()
+        total, smallest = self._tree.total().double(), self._smallest()
+        if total and not self._acceptance:
+            self._acceptance = self._mean_factor(None)
         return Sums(
-            self._tree.total().double().reshape(1),
+            total.reshape(1) * self._acceptance,
             None if smallest is None else smallest[0],
             largest_episode=self._episodes.largest_total(),
         )
 
+    def _mean_factor(self, generator: torch.Generator | None) -> float:
+        """The mean R^ω of 256 slots that are drawn by their masses."""
+        slots, _ = self._tree.draw(uniform(256, device=self._device, generator=generator))
+        return self._rejection.factor(slots).mean().item()
+
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        proposals: Any = super().draw_in_shard(wanted, generator)
-        slots, probability = proposals.slots, proposals.density
-        factor = self._rejection.factor(slots)
-        accepted = uniform(len(slots), device=self._device, generator=generator) < factor
-        return Draw(slots[accepted], (probability * factor)[accepted])
+        drawn = super().draw_in_shard(wanted, generator)
+        self._acceptance += 0.1 * (self._mean_factor(generator) - self._acceptance)
+        return drawn
 
     def note_other_shards(self, largest_episode: int) -> None:
         # F of Eq. 16

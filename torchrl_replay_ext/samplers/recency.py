@@ -22,7 +22,6 @@ class Recency(Distribution):
     """P(k) = (1 − q) q^k / (1 − q^N) for the ages k = 0, ..., N − 1 of the stored slots; q = 2^(−1 / half_life)."""
 
     needs_order, takes_priorities = True, False
-    why_not_joint = "ages need the order of the writes to all shards; use RandomSampler or ProportionalSampler."
 
     def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
         self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life

@@ -17,7 +17,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, Sums
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 
 # where slices begin: at any transition, or at the first ones of episodes
@@ -50,7 +50,7 @@ class SliceStarts(Distribution):
         starts: "any", or "episode": slices begin at the first transitions of episodes.
     """
 
-    needs_order, why_not_joint = True, None
+    needs_order = True
     takes_priorities = False
     # True after a draw that found a transition where a slice may begin
     _had_starts = False
@@ -157,12 +157,7 @@ class SliceStarts(Distribution):
         return Draw(self.starts.sample(batch_size, generator=generator)[0])
 
     def sums(self) -> Sums:
-        return Sums(self.starts.total().double().reshape(1), None)
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        if not self.starts.total():
-            return Draw(torch.zeros(0, dtype=torch.int64))
-        return Draw(self.starts.draw(wanted.u)[0])
+        return Sums(self.starts.total().double().reshape(1))
 
     def density(self, slots: Tensor) -> Tensor:
         return self.starts.get(slots).double()

@@ -132,8 +132,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
     # with uniform anchors, updates do nothing
     update_priority = delegated("starts_sampler", "update_priority", read_only=True)
-    # for joint draws
-    sums = delegated("starts_sampler", "sums", read_only=True)
 
     def __init__(
         self,
@@ -259,7 +257,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
-        """Draw the slices of a joint draw whose starts lie in this shard; see ShardedReplayBuffer."""
+        """Draw the slices of a batch whose starts lie in this shard; see ShardedReplayBuffer."""
         return self._slices(storage, *self.starts_sampler.draw_in_shard(storage, wanted))
 
     def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:

@@ -28,7 +28,6 @@ class ByRank(EventTableMixture):
 
     draws_by_mass = False
     reads_changes = True
-    why_not_joint = "ranks need the priorities of all shards; use priority=dict(kind='proportional')."
     _alpha: Hyperparameter
 
     def __init__(self, *arguments: Any, **keywords: Any):
@@ -121,7 +120,6 @@ class ByReliability(EventTableMixture):
     """
 
     draws_by_mass = False
-    why_not_joint = "the sums of Ψ over tables are estimated in one buffer; use priority=dict(kind='proportional')."
 
     def __init__(self, *arguments: Any, omega: Hyperparameter, reader: EpisodeReader, **keywords: Any):
         super().__init__(*arguments, **keywords)

@@ -16,7 +16,7 @@ Arrays = dict[NestedKey, np.ndarray]
 
 # The class that error messages name.
 OWNER = "ShardedReplayBuffer"
-# Entries of samples that are not stored: the number of the shard, and the probability of the row in a joint draw.
+# Entries of samples that are not stored: the number of the shard, and the probability of the row in the whole batch.
 SHARD_KEY = "shard"
 DENSITY = "_probability_of_draw"
 

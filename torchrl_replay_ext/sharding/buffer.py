@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
-from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -18,51 +18,45 @@ from torchrl.data.replay_buffers import RandomSampler
 from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
-from torchrl_replay_ext.sharding.arrays import OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split
+from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split
 from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
-from torchrl_replay_ext.sharding.group import Sent, ShardGroup
-from torchrl_replay_ext.sharding.joint_draw import Division, JointDraw, choose
-from torchrl_replay_ext.sharding.shard import drawing_sampler, joint_distribution, rows_per_draw
+from torchrl_replay_ext.sharding.group import ShardGroup
+from torchrl_replay_ext.sharding.joint_draw import divide, join, weights
+from torchrl_replay_ext.sharding.shard import drawing_sampler, rows_per_draw
 from torchrl_replay_ext.sharding.writer import ShardWriter
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
-_MAX_ROUNDS = 50
-# marks complete checkpoints
-_COMPLETE = "complete"
+# files of a checkpoint: what the coordinator counts, and the mark that all files are complete
+_COUNTS, _COMPLETE = "counts", "complete"
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-# A batch, or a part of one, that was requested from the shards: how it was divided, and the calls.
-Request = tuple[Division, Sent]
 
 
 class ShardedReplayBuffer:
     r"""A replay buffer split between Ray actors, called shards. Draws follow the distribution of a single buffer.
 
     Each shard is a :class:`~torchrl_replay_ext.CompilableReplayBuffer`. This object, the coordinator, belongs to the
-    learner. It splits each draw between the shards in proportion to the sums of their priorities, so that a transition
-    has the probability that it would have in one buffer with all transitions. Importance-sampling weights use the sum,
-    the smallest probability and the largest priority of all shards. Batches are fetched from all shards at the same
-    time, ahead of use.
+    learner. It divides each batch by one multinomial draw over the sums of the shards' priorities, so that a transition
+    has the probability that it would have in one buffer with all transitions, and it computes the importance-sampling
+    weights. All shards draw at the same time.
 
     * **Episodes** stay in one shard: a new one goes to the shard to which the fewest transitions were sent. They need
       trajectory ids (``traj_key``) that are unique among all writers, and the ends of episodes (``done_key``).
     * **Collectors** write to the shards directly: pass this object as ``replay_buffer`` to TorchRL's RayCollector, or
       give each process one of :meth:`clients`.
     * **Samplers**: TorchRL's RandomSampler, :class:`~torchrl_replay_ext.ProportionalSampler`,
-      :class:`~torchrl_replay_ext.ReaPERSampler` (with the largest sum of an episode of all shards as F),
+      :class:`~torchrl_replay_ext.ReaPERSampler` (with the largest sum of an episode of all shards as F; the sum of a
+      shard is that of d^α times a running mean of R^ω),
       :class:`~torchrl_replay_ext.EventTableSampler` (a table is the union of the shards' tables; uniform or
       ``kind="proportional"``; ``correction="mixture"`` with ``retention="ring"``) and
       :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`. Others are refused for more than one shard. Rank-based
       priorities need the order of all priorities: a merge of histograms would only give approximate ranks.
-    * **Staleness**: with ``prefetch=n`` and one update per batch, a draw is split by sums that include all but the last
-      n + 1 updates. Weights, where the sampler has them, are those of the probability that each row really had. With
-      ``prefetch=0`` all sums are read before each draw, in a second round trip; without concurrent writes the draw is
-      then exact.
+    * **Sums** are those of the last draw or update of this process, and read anew after a write by it. If other
+      processes write meanwhile, transitions have slightly other probabilities than in one buffer. Weights, where the
+      sampler has them, are those of the probability that each row really had.
     * **Late updates**, of transitions that were overwritten or whose shard was started again, are dropped.
     * **Lost processes**: if the process of a shard ends, a warning says how many transitions are gone. Draws go on with
-      the other shards. Ray starts the process again, and the shard continues from the last :meth:`dumps`, or empty.
-      Open episodes begin again with their next step, in another shard or in the new process.
+      the other shards. Ray starts the process again, with an empty shard. Open episodes begin again with their next
+      step, in another shard or in the new process.
 
     Args:
         num_shards: number of shards, >= 1.
@@ -73,12 +67,9 @@ class ShardedReplayBuffer:
         priority_key: entry with TD errors. Default: ``"td_error"``.
         traj_key: entry with trajectory ids. Default: ``("collector", "traj_ids")``.
         done_key: entry that marks the end of an episode. Default: ``("next", "done")``.
-        prefetch: number of batches that are requested ahead while the learner works on one; see above. Default: 1.
         device: device of batches. Default: ``"cpu"``.
         seed: seed of the draws. Default: None, not seeded.
         remote_config: options of ``ray.remote`` for each actor. Default: None, ``{"num_cpus": 1}``.
-        restored: called with the number of a shard that was started again; returns its :meth:`state_dict`, or None for
-            an empty shard. Default: None, the shard continues from the last :meth:`dumps`.
         on_loss: called with a message about each loss. Default: None, a UserWarning.
         timeout: the longest time to wait, in seconds, until Ray has started lost processes again: draws and writes
             wait if all are lost, checkpoints if one is. Default: 60.
@@ -106,19 +97,17 @@ class ShardedReplayBuffer:
         priority_key: str = "td_error",
         traj_key: NestedKey = ("collector", "traj_ids"),
         done_key: NestedKey = ("next", "done"),
-        prefetch: int = 1,
         device: torch.device | str = "cpu",
         seed: int | None = None,
         remote_config: dict[str, Any] | None = None,
-        restored: Callable[[int], dict[str, Any] | None] | None = None,
         on_loss: Callable[[str], None] | None = None,
         timeout: float = 60.0,
         calls: RayCalls | None = None,
     ):
         require_integer(OWNER, "num_shards", num_shards)
         require_integer(OWNER, "batch_size", batch_size)
-        require_integer(OWNER, "prefetch", prefetch, least=0)
-        # like those of the shards; made to check the arguments before a process is started, and to divide draws
+        # like those of the shards; made to check the arguments before a process is started, to divide batches, and to
+        # keep the schedules of hyperparameters
         parts = {
             "storage": storage,
             "sampler": sampler or RandomSampler,
@@ -131,28 +120,30 @@ class ShardedReplayBuffer:
         if not isinstance(made, CompilableTensorStorage) or made.ndim != 1 or str(made.device) not in ("cpu", "auto"):
             raise ValueError(f"{OWNER}(storage=...): shards need a CompilableTensorStorage with ndim=1 on the CPU.")
         if drawing is not None and num_shards > 1:
-            if drawing.distribution.why_not_joint is not None:
-                raise ValueError(f"{name}: {type(buffer.sampler).__name__}: {drawing.distribution.why_not_joint}")
+            try:
+                drawing.distribution.sums()
+            except ValueError as error:
+                raise ValueError(f"{name}: {type(buffer.sampler).__name__}: {error}") from error
             if drawing.state.priorities.within_buffer:
                 raise ValueError(f"{name}: max_priority_within_buffer=True needs the priorities of all shards.")
         self._unit = rows_per_draw(buffer.sampler)
         if batch_size % self._unit:
             raise ValueError(f"{OWNER}(batch_size={batch_size}): must be a multiple of slice_len={self._unit}.")
-        self._joint = JointDraw(joint_distribution(buffer.sampler))
+        self._model = drawing if num_shards > 1 else None
+        # number of updates, and whether this process has written since the last report of the shards
+        self._updates, self._has_written = 0, False
         self._takes_priorities = bool(getattr(buffer.sampler, "takes_priorities", False))
         self._largest_td_error = _LARGEST if drawing is None else min(_LARGEST, drawing.largest_td_error)
-        self.batch_size, self.priority_key, self.prefetch = batch_size, priority_key, prefetch
+        self.batch_size, self.priority_key = batch_size, priority_key
         self._device = torch.device(device)
         self._rng = None if seed is None else torch.Generator().manual_seed(seed)
         keys: dict[str, Any] = {"traj_key": unravel_key(traj_key), "done_key": unravel_key(done_key)}
         calls = calls or RayCalls({"num_cpus": 1, **(remote_config or {})})
-        shards = [{**parts, "number": n, "seed": None if seed is None else seed + 1 + n} for n in range(num_shards)]
-        # the last checkpoint of the present content
-        self._checkpoint: Path | None = None
-        self._group = ShardGroup(calls, shards, restored or self._saved, on_loss or warn, timeout)
+        seeds = [None if seed is None else seed + 1 + number for number in range(num_shards)]
+        shards = [{**parts, "number": n, "seed": s, "is_alone": num_shards == 1} for n, s in enumerate(seeds)]
+        self._group = ShardGroup(calls, shards, on_loss or warn, timeout)
         self._make_writer = partial(ShardWriter, self._group.handles, calls, **keys, timeout=timeout)
         self._writer = self._make_writer(on_loss=on_loss)
-        self._requests = deque[Request]()
 
     # --- writes
 
@@ -166,6 +157,7 @@ class ShardedReplayBuffer:
 
     def extend(self, data: TensorDictBase) -> None:
         """Write transitions [n], those of each episode in time order; see :meth:`ShardWriter.extend`."""
+        self._has_written = True
         self._writer.extend(data)
 
     # --- draws
@@ -180,44 +172,64 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if no transition can be drawn; :class:`Lost`, a RuntimeError, if processes have ended before.
         """
-        while len(self._requests) <= self.prefetch:
-            self._requests.append(self._request())
-        (first, sent), wanted = self._requests.popleft(), self.batch_size // self._unit
-        division, parts, found = first, list[Arrays](), 0
-        for _ in range(_MAX_ROUNDS):
-            rows = [part for part in self._group.receive(sent) if part]
-            new = sum(map(num_rows, rows)) // self._unit
-            self._joint.count(division, new)
-            parts, found = parts + rows, found + new
-            if found >= wanted:
+        group, model, wanted = self._group, self._model, self.batch_size // self._unit
+        # again if a process ends during the draw
+        for _ in range(1 + len(group)):
+            division = self._divide(wanted)
+            answers = [answer for answer in self._exchange(None, division) if answer is not None]
+            parts = [rows for rows, _ in answers if rows]
+            if sum(map(num_rows, parts)) == self.batch_size:
                 break
-            division, sent = self._request(rows=wanted - found)
+            self._has_written = True
         else:
-            raise RuntimeError(f"{OWNER}.sample: found only {found} of {wanted} rows in {_MAX_ROUNDS} rounds.")
-        batch = choose(parts, wanted, self._unit, self._rng)
-        self._joint.add_weights(batch, first, self._group.reports)
+            raise Lost(f"{OWNER}.sample: processes of shards have ended during each of {1 + len(group)} draws.")
+        batch = join(parts, self._unit, self._rng)
+        if model is not None:
+            probability = batch.pop(DENSITY, None)
+            if probability is not None and "beta" in model.hyperparameters:
+                smallest, beta = [least for _, least in answers], model.hyperparameters["beta"].value
+                batch["priority_weight"] = weights(probability, smallest, beta)
+            model.distribution.count_batch()
         return from_arrays(batch).to(self._device)
 
-    def _request(self, updates: list[Arrays] | None = None, *, rows: int | None = None) -> Request:
-        """Send updates, and request rows: a whole batch if ``rows`` is None."""
-        group, batch = self._group, self.batch_size // self._unit
-        if not self.prefetch or not group.can_draw:
+    def _divide(self, num_draws: int) -> list[Any]:
+        """Divide a batch, by sums that include the writes of this process. RuntimeError if nothing can be drawn."""
+        group = self._group
+        if self._has_written or not group.can_draw:
             group.call("report")
+            self._has_written = False
         if not group.can_draw:
             # if the processes of all shards have ended
             group.wait(1)
-        division = self._joint.divide(group.reports, batch if rows is None else rows, batch, self._rng)
-        if division is None:
-            lost = f"; {group.lost_shards} processes of shards have ended so far" if group.lost_shards else ""
-            raise (Lost if group.lost_shards else RuntimeError)(
-                f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
+        distribution = None if self._model is None else self._model.distribution
+        if (division := divide(distribution, group.reports, num_draws, self._rng)) is not None:
+            return division
+        lost = f"; {group.lost_shards} processes of shards have ended so far" if group.lost_shards else ""
+        raise (Lost if group.lost_shards else RuntimeError)(
+            f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
+        )
+
+    def _exchange(self, updates: list[Arrays] | None, division: list[Any] | None) -> list[Any]:
+        """Send each shard its part of an update or of a batch; see :meth:`ReplayShard.exchange`."""
+        reports = self._group.reports
+
+        def arguments(number: int) -> tuple[bytes]:
+            others = [report for other, report in enumerate(reports) if other != number]
+            call = (
+                None if updates is None else updates[number],
+                None if division is None else division[number],
+                max((report.largest_priority for report in others), default=0.0),
+                max((report.largest_episode for report in others), default=0),
+                self._updates,
             )
-        return division, group.exchange(division.rows, updates, counts_batch=rows is None)
+            return (pickle.dumps(call, protocol=5),)
+
+        return self._group.call("exchange", arguments)
 
     # --- priorities
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Send the TD errors of a sample to its shards, and request the next batch.
+        """Send the TD errors of a sample to its shards.
 
         Args:
             data: a sample, whole or in part, with TD errors.
@@ -252,12 +264,10 @@ class ShardedReplayBuffer:
                 f"{name}: the entry {SHARD_KEY!r} must lie in [0, {len(group) - 1}], but has {shard.min()} to "
                 f"{shard.max()}; pass a batch of this buffer."
             )
-        # all shards are called, also those without rows, so that their schedules advance alike
-        updates = split(columns, shard, len(group))
-        if self.prefetch and len(self._requests) <= self.prefetch and group.can_draw:
-            self._requests.append(self._request(updates))
-        else:
-            group.receive(group.exchange(None, updates))
+        self._updates += 1
+        if self._model is not None:
+            self._model.state.step()
+        self._exchange(split(columns, shard, len(group)), None)
 
     # --- the rest of a buffer
 
@@ -283,11 +293,8 @@ class ShardedReplayBuffer:
         answers = zip(group.call("stats"), group.reports, strict=True)
         found = [(stats, report.length) for stats, report in answers if stats is not None]
         lost = {"lost_shards": group.lost_shards, "lost_rows": group.lost_rows + self._writer.lost_rows}
-        return {**combine(found), "shards": len(found), **lost}
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state of a shard is inconsistent. O(N)."""
-        self._group.call("check_valid")
+        shares = {f"eta_{name}": share for name, share in getattr(self._model, "eta", {}).items()}
+        return {**combine(found), **shares, "shards": len(found), **lost}
 
     def empty(self) -> None:
         """Remove all transitions. Late updates of their rows are dropped.
@@ -295,9 +302,7 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds; nothing is changed then.
         """
-        self._discard()
         self._group.call_all("empty")
-        self._checkpoint = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, copied to this process.
@@ -305,7 +310,7 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
-        return {"shards": self._group.call_all("state_dict")}
+        return {"shards": self._group.call_all("state_dict"), **self._counts()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Late updates of replaced rows are dropped.
@@ -316,13 +321,13 @@ class ShardedReplayBuffer:
 
         After another error, some shards may have been restored: load again, or call :meth:`empty`.
         """
-        self._load(state_dict["shards"], None)
+        self._load(state_dict["shards"], state_dict)
 
     def dumps(self, path: str | Path) -> None:
         """Save all shards under the directory ``path``, which all hosts must share, as one unit.
 
         The checkpoint becomes valid when the last shard has been written; an earlier checkpoint at this path remains
-        valid until then. Shards that are lost later continue from this checkpoint.
+        valid until then.
 
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds. The old checkpoint remains.
@@ -333,8 +338,8 @@ class ShardedReplayBuffer:
         new = directory / str(1 + max((int(entry.name) for entry in before), default=0))
         new.mkdir()
         self._group.call_all("dumps", lambda number: (file_of(new, number),))
+        torch.save(self._counts(), new / _COUNTS)
         (new / _COMPLETE).touch()
-        self._checkpoint = new
         for entry in before:
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -351,31 +356,27 @@ class ShardedReplayBuffer:
         if not complete:
             raise FileNotFoundError(f"{directory} has no complete checkpoint of a {OWNER}.")
         newest = max(complete, key=lambda entry: int(entry.name))
-        self._load([file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))], newest)
+        files = [file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))]
+        self._load(files, torch.load(newest / _COUNTS))
 
-    def _load(self, sources: list[Any], checkpoint: Path | None) -> None:
+    def _counts(self) -> dict[str, Any]:
+        """The number of updates, and the state of the schedules that count updates and batches."""
+        return {"updates": self._updates, "model": self._model.state_dict() if self._model else {}}
+
+    def _load(self, sources: list[Any], state: dict[str, Any]) -> None:
         """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.restore`."""
-        self._discard()
         if len(sources) != len(self._group):
             raise ValueError(
                 f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self._group)}; use "
                 f"num_shards={len(sources)}."
             )
-        self._group.call_all("restore", lambda number: (sources[number], False))
-        self._checkpoint = checkpoint
-
-    def _saved(self, number: int) -> str | None:
-        """The file of a shard in the last checkpoint; None if there is none."""
-        return self._checkpoint and file_of(self._checkpoint, number)
-
-    def _discard(self) -> None:
-        """Forget the batches that were requested ahead."""
-        while self._requests:
-            self._group.receive(self._requests.popleft()[1])
+        self._group.call_all("restore", lambda number: (sources[number], state["updates"]))
+        self._updates = state["updates"]
+        if self._model is not None:
+            self._model.load_state_dict(state["model"])
 
     def shutdown(self) -> None:
         """End all shards."""
-        self._requests.clear()
         self._group.stop()
 
 

@@ -10,29 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tensordict import NestedKey
-from torch import Tensor
-from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler, Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.core.event_spec import DEFAULT
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, ShardRows
+from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, describe, from_arrays, take, to_arrays
-from torchrl_replay_ext.writers.event_table import EventTableWriter
 
 # A write stamp is the number of a write, plus the number of the shard's process times this.
 PROCESS = 2**34
-
-
-def stored_slots(buffer: TensorDictReplayBuffer) -> Tensor:
-    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
-    if isinstance(buffer.writer, EventTableWriter):
-        return buffer.writer.tables[DEFAULT].index()
-    length = len(buffer)
-    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
 
 
 class Report(NamedTuple):
@@ -42,23 +30,17 @@ class Report(NamedTuple):
         process: random number of the process; 0: it has not answered yet. Default: 0.
         length: number of stored transitions.
         written: number of transitions ever written.
-        mass, smallest, count, eta, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
+        mass, count, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
         largest_priority: the priority of new transitions; 0 without priorities.
-        beta: exponent of the weights; None without weights.
-        schedules: state of the schedules of annealed hyperparameters; None if there are none.
     """
 
     process: int = 0
     length: int = 0
     written: int = 0
     mass: Sequence[float] = (0.0,)
-    smallest: float | None = None
     count: Sequence[int] | None = None
-    eta: Sequence[float] | None = None
     largest_episode: int = 0
     largest_priority: float = 0.0
-    beta: float | None = None
-    schedules: dict[str, list] | None = None
 
 
 def drawing_sampler(sampler: Sampler) -> DistributionSampler | None:
@@ -77,12 +59,6 @@ def drawing_sampler(sampler: Sampler) -> DistributionSampler | None:
     )
 
 
-def joint_distribution(sampler: Sampler) -> Distribution | None:
-    """The distribution of joint draws; None if the sampler draws in each shard on its own, all rows equally likely."""
-    drawing = drawing_sampler(sampler)
-    return None if drawing is None or drawing.distribution.why_not_joint is not None else drawing.distribution
-
-
 def rows_per_draw(sampler: Sampler) -> int:
     """Rows that one draw of a sampler adds to a batch: the length of a slice, otherwise 1."""
     return sampler.slice_len if isinstance(sampler, TrajectoryRetraceSampler) else 1
@@ -96,10 +72,11 @@ class ReplayShard:
     Args:
         number: number of the shard.
         seed: seed of the draws; None: not seeded.
+        is_alone: True if there is no other shard: it then draws batches as the buffer itself does.
         **arguments: of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
     """
 
-    def __init__(self, number: int, *, seed: int | None, **arguments: Any):
+    def __init__(self, number: int, *, seed: int | None, is_alone: bool, **arguments: Any):
         torch.set_num_threads(1)
         self._buffer = CompilableReplayBuffer(**arguments)
         if seed is not None:
@@ -107,9 +84,12 @@ class ReplayShard:
         self._storage: Any = self._buffer.storage
         self._sampler: Any = self._buffer.sampler
         self._drawing = drawing_sampler(self._sampler)
-        self._is_joint = joint_distribution(self._sampler) is not None
+        # without sums of masses, rows are drawn by the sampler itself
+        self._has_sums = self._drawing is not None and not is_alone
         self._number = number
         self._process, self._dropped = 1 + secrets.randbelow(2**27 - 1), 0
+        # number of updates that the schedules of hyperparameters have counted
+        self._updates = 0
 
     # --- calls of the coordinator
 
@@ -121,58 +101,60 @@ class ReplayShard:
     def report(self) -> Report:
         """The state of the shard."""
         length, drawing = len(self._buffer), self._drawing
-        parts: dict[str, Any] = {"mass": [float(length)]}
-        if length and self._is_joint:
-            parts = self._sampler.sums(self._storage)._asdict()
+        report = Report(self._process, length, self._buffer.write_count, [float(length)])
         if drawing is not None:
-            largest = drawing.state.priorities.largest.item()
-            parts |= {"largest_priority": largest, "schedules": drawing.schedules()}
-            parts["beta"] = drawing.hyperparameters["beta"].value if "beta" in drawing.hyperparameters else None
-        for key, part in parts.items():
-            parts[key] = part.tolist() if isinstance(part, torch.Tensor) else part
-        return Report(self._process, length, self._buffer.write_count, **parts)
+            report = report._replace(largest_priority=drawing.state.priorities.largest.item())
+        if drawing is None or not self._has_sums or not length:
+            return report
+        sums = drawing.sums(self._storage)
+        count = None if sums.count is None else sums.count.tolist()
+        return report._replace(mass=sums.mass.tolist(), count=count, largest_episode=sums.largest_episode)
 
-    def exchange(self, packed: bytes) -> Arrays:
-        """Apply TD errors, then draw.
+    def exchange(self, packed: bytes) -> tuple[Arrays, float | None]:
+        """Apply TD errors, or draw.
 
         Args:
             packed: a pickled tuple, because Ray takes 20 us for each array: the rows of an update, or None; the
-                :class:`ShardRows` to draw, as arrays, or None; the largest priority and the largest episode of the
-                other shards; True for the first draw of a batch.
+                :class:`ShardRows` to draw, or None; the largest priority and the largest episode of the other shards;
+                the number of updates of the whole buffer.
 
         Returns:
-            The rows.
+            The rows, and the smallest probability of a row in the whole batch; None if weights do not need it.
         """
-        updates, wanted, largest_priority, largest_episode, counts_batch = pickle.loads(packed)
-        drawing = self._drawing
-        if drawing is not None:
+        updates, wanted, largest_priority, largest_episode, num_updates = pickle.loads(packed)
+        if (drawing := self._drawing) is not None:
             if updates is not None:
-                self._update(drawing, updates)
+                self._update(updates)
+            # schedules advance alike in all shards
+            while self._updates < num_updates:
+                drawing.state.step()
+                self._updates += 1
             drawing.note_other_shards(largest_priority, largest_episode)
-        rows = {} if wanted is None or not len(self._buffer) else self._draw(wanted)
-        if counts_batch and drawing is not None:
-            drawing.distribution.count_batch()
-        return rows
+        return ({}, None) if wanted is None else self._draw(wanted)
 
-    def _update(self, drawing: DistributionSampler, updates: Arrays) -> None:
+    def _update(self, updates: Arrays) -> None:
         ours = updates[STAMP_KEY] // PROCESS == self._process
         self._dropped += int((~ours).sum())
-        if not ours.any():
-            # schedules advance alike in all shards
-            drawing.state.step()
-            return
-        rows = from_arrays(take(updates, ours))
-        rows[STAMP_KEY] %= PROCESS
-        self._buffer.update_tensordict_priority(rows)
+        if ours.any():
+            rows = from_arrays(take(updates, ours))
+            rows[STAMP_KEY] %= PROCESS
+            self._buffer.update_tensordict_priority(rows)
+            self._updates += 1
 
-    def _draw(self, wanted: ShardRows) -> Arrays:
-        if self._is_joint:
-            tensors: list[Any] = [None if part is None else torch.tensor(part) for part in wanted]
-            index, info = self._sampler.sample_in_shard(self._storage, ShardRows(*tensors))
+    def _draw(self, wanted: ShardRows) -> tuple[Arrays, float | None]:
+        number, smallest = int(wanted.rows.sum()), None
+        if self._drawing is not None and self._has_sums:
+            sums = self._drawing.sums(self._storage)
+            if not sums.mass.any():
+                return {}, None
+            if sums.smallest is not None:
+                smallest = float(sums.smallest * wanted.probability[0] / sums.mass[0])
+        if not number or not len(self._buffer):
+            return {}, smallest
+        if self._has_sums:
+            index, info = self._sampler.sample_in_shard(self._storage, wanted)
         else:
-            index, info = self._sampler.sample(self._storage, len(wanted.u) * rows_per_draw(self._sampler))
-        if not len(index):
-            return {}
+            index, info = self._sampler.sample(self._storage, number * rows_per_draw(self._sampler))
         rows = self._storage.take(index)
         if "density" in info:
             info[DENSITY] = info.pop("density")
@@ -180,25 +162,18 @@ class ReplayShard:
             info[STAMP_KEY] = stamp + self._process * PROCESS
         for key, column in info.items():
             rows.set(key, column)
-        return to_arrays(rows.set("index", index)) | {SHARD_KEY: np.full(len(index), self._number)}
+        return to_arrays(rows.set("index", index)) | {SHARD_KEY: np.full(len(index), self._number)}, smallest
 
-    def restore(self, source: dict[str, Any] | str, keep: bool) -> None:
+    def restore(self, source: dict[str, Any] | str, num_updates: int) -> None:
         """Replace the content by a checkpoint.
 
         Args:
             source: a :meth:`state_dict`, or a file of :meth:`dumps`.
-            keep: True to write the present content behind that of the checkpoint.
+            num_updates: the number of updates that its schedules have counted.
         """
         state = source if isinstance(source, dict) else torch.load(source, map_location="cpu", weights_only=True)
-        rows = self._buffer[stored_slots(self._buffer)].exclude("index") if keep and len(self._buffer) else None
         self._buffer.load_state_dict(state)
-        if rows is not None:
-            self._buffer.extend(rows)
-
-    def load_schedules(self, schedules: dict[str, list]) -> None:
-        """Continue the schedules of another shard."""
-        if self._drawing is not None:
-            self._drawing.load_schedules(schedules)
+        self._updates = num_updates
 
     def dumps(self, path: str) -> None:
         """Save the state of the buffer as the file ``path``."""
@@ -211,11 +186,6 @@ class ReplayShard:
         if "dropped_updates" in stats:
             stats["dropped_updates"] += self._dropped
         return stats
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if parts of the sampler's state contradict each other. O(N)."""
-        if self._drawing is not None:
-            self._drawing.check_valid()
 
     # --- calls of writers
 
