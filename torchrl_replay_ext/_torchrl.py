@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -306,9 +307,34 @@ def with_sampler(buffer: Any, sampler: Any) -> Any:
     return view
 
 
+@cache
+def _without_index(base: Any) -> Any:
+    """A class of buffers whose samples have no entry ``"index"``."""
+
+    class ReadOnlyBuffer(base):
+        def sample(self, *arguments: Any, **keywords: Any) -> Any:
+            drawn = super().sample(*arguments, **keywords)
+            if isinstance(drawn, tuple):
+                return drawn[0].exclude("index"), *drawn[1:]
+            return drawn.exclude("index")
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # pickles do not find a class that a function makes
+            return _new_without_index, (base,), self.__getstate__()
+
+    return ReadOnlyBuffer
+
+
+def _new_without_index(base: Any) -> Any:
+    return object.__new__(_without_index(base))
+
+
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
-    """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler."""
-    return type(buffer)(
+    """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler.
+
+    Its samples have no entry ``"index"``, so they cannot update priorities.
+    """
+    return _without_index(type(buffer))(
         storage=buffer._storage,
         writer=ImmutableDatasetWriter(),
         sampler=sampler,

@@ -228,6 +228,11 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 f"with TD errors, only {list(data.keys(True, True))}. Pass the batch to which the loss has "
                 "written the TD errors, or pass the name that the loss uses as priority_key= to the buffer."
             )
+        if data.get("index", None) is None:
+            raise KeyError(
+                "CompilableReplayBuffer.update_tensordict_priority: the sample has no entry 'index'; pass a batch that "
+                "this buffer drew. The actor's batch of DecoupledSampler takes no priorities."
+            )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
         stamped = data.get(STAMP_KEY, None) is not None and getattr(sampler, "takes_stamps", False)
         if anchored or (stamped and data.ndim != 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from copy import deepcopy
 from typing import Any
 
@@ -22,21 +21,13 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_replay_ext._torchrl import is_stacked, length, read_only_buffer
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, raise_if
+from torchrl_replay_ext.compilation import outside_inference_mode
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE
 from torchrl_replay_ext.policies import is_squashed, require_continuous_actions
 from torchrl_replay_ext.samplers.candidates import CandidateScorer, Granularity
 from torchrl_replay_ext.samplers.rows import stored_tensordict
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
-
-# The number of recent actor batches that update_priority of the critic's buffer rejects.
-_REMEMBERED = 32
-
-
-def _memory_of(slots: Tensor) -> int:
-    """Address of the memory of ``slots``: equal for a batch and its slices, different for copies."""
-    return slots.untyped_storage().data_ptr()
 
 
 @PrioritizedSampler.register
@@ -138,7 +129,6 @@ class DecoupledSampler(SamplerWrapper):
         # mean score of the last actor batch, and mean score of all its candidates
         with outside_inference_mode():
             self._chosen = torch.zeros(2, dtype=torch.float32, device="cpu")
-        self._drawn: deque[Tensor] = deque(maxlen=_REMEMBERED)
         self.policy = policy
 
     @property
@@ -178,7 +168,8 @@ class DecoupledSampler(SamplerWrapper):
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
         """Return a read-only buffer over the same storage whose ``sample()`` draws the actor's batch.
 
-        The buffer has the transforms and the ``collate_fn`` of ``rb``.
+        The buffer has the transforms and the ``collate_fn`` of ``rb``. Its samples have no ``"index"``: TD errors of
+        the actor's batch are no priorities.
 
         Args:
             rb: the buffer that has this sampler.
@@ -236,10 +227,7 @@ class DecoupledSampler(SamplerWrapper):
         self._chosen.copy_(torch.stack([score.mean(), candidate_scores.mean()]))
         if isinstance(index, tuple):
             return tuple(column.index_select(0, rows.to(column.device)) for column in index), score, candidate_scores
-        index = index.index_select(0, rows.to(index.device))
-        if not is_traced():
-            self._drawn.append(index)
-        return index, score, candidate_scores
+        return index.index_select(0, rows.to(index.device)), score, candidate_scores
 
     @torch.no_grad()
     def _actions(self, storage: Any, index: Any, transform: Compose) -> tuple[Tensor, Tensor, Tensor | None, bool]:
@@ -284,16 +272,7 @@ class DecoupledSampler(SamplerWrapper):
             priority: TD errors of the rows.
             storage: the storage of the buffer. Default: None.
             stamp: the entry ``"write_stamp"`` of the batch, if there is one. Default: None.
-
-        Raises:
-            ValueError: if ``index`` is that of one of the last 32 actor batches, or a slice of it. Not checked in a
-                graph, for a copy, and in a storage of several dimensions.
         """
-        # compare memory, not values: in a small buffer both batches may have the same rows
-        raise_if(
-            lambda: isinstance(index, Tensor) and _memory_of(index) in map(_memory_of, self._drawn),
-            lambda: ValueError("DecoupledSampler.update_priority: this is an actor batch; pass the critic's batch."),
-        )
         critic_sampler: Any = self.critic_sampler
         if not isinstance(critic_sampler, PrioritizedSampler):
             return None
@@ -313,7 +292,7 @@ class DecoupledSampler(SamplerWrapper):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_policy": None, "_drawn": deque(maxlen=_REMEMBERED)}
+        return {**vars(self), "_policy": None}
 
     def __repr__(self) -> str:
         return (
