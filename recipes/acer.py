@@ -45,12 +45,6 @@ progress.csv has one row per evaluation, with the columns
 Columns from loss_... to tr_active are means over the updates since the previous row.
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("acer")
-
 import math
 import statistics
 from collections.abc import Callable
@@ -65,24 +59,26 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
+from torchrl.data.replay_buffers.samplers import RandomSampler
 from torchrl.modules import MLP, IndependentNormal
 from torchrl.objectives import SoftUpdate
 
+from recipes.common.cli import run_recipe
 from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError
 from recipes.common.networks import Normalizer, make_network, to_tensor
+from recipes.common.replay import make_sampler, make_storage, make_writer
 from recipes.common.run import Run
 from recipes.common.schemas import WITH_Q, ACERConfig, ACERRun
-from recipes.common.update import RMSProp, make_optimizer, make_step, stack_updates
+from recipes.common.update import RMSProp, compile_update, make_optimizer, make_step, stack_updates
 from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
+    CompilableReplayBuffer,
     SeparateValueNetworks,
     StochasticDuelingNetwork,
     TrajectoryRetraceSampler,
     clip_gradients,
-    compile_step,
 )
 
 
@@ -284,21 +280,21 @@ def train(config: ACERRun, run_dir: Path) -> int:
     optimizer = make_optimizer(acer.optimizer, loss_module.parameters(), acer.learning_rate)
     normalizer = Normalizer(observed[0], active=acer.normalize_observations).to(device)
 
-    behaviour_keys = ("logits",) if discrete else ("loc", "scale")
-
-    def slices(anchors: Sampler) -> TrajectoryRetraceSampler:
-        first: Any = "uniform" if isinstance(anchors, RandomSampler) else anchors
-        return TrajectoryRetraceSampler(
-            acer.buffer_size,
-            slice_len=acer.slice_len,
-            num_streams=config.num_envs,
-            behaviour_keys=behaviour_keys,
-            on_load="continue",
-            anchors=first,
-        )
-
-    # The losses give SQUARED TD errors.
-    replay = run.make_replay(td_error="squared", wrap=slices)
+    # The buffer. The losses give SQUARED TD errors. A prioritized sampler draws the first steps of slices.
+    anchors = make_sampler(config, td_error="squared")
+    sampler = TrajectoryRetraceSampler(
+        acer.buffer_size,
+        slice_len=acer.slice_len,
+        num_streams=config.num_envs,
+        behaviour_keys=("logits",) if discrete else ("loc", "scale"),
+        anchors="uniform" if isinstance(anchors, RandomSampler) else anchors,
+    )
+    replay = CompilableReplayBuffer(
+        storage=make_storage(config, device),
+        sampler=sampler,
+        writer=make_writer(anchors),
+        batch_size=acer.batch_size,
+    )
 
     # The policy as functions of arrays: sampled actions for training, the most probable actions for evaluations.
     policy = nn.Sequential(*[module.module for module in loss_module.actor_network[:-1]])
@@ -317,8 +313,8 @@ def train(config: ACERRun, run_dir: Path) -> int:
         acer, replay, loss_module, normalizer, average_policy, optimizer, shifted=shifted
     )
     if config.compile:
-        on_policy_update = compile_step(on_policy_update, cudagraphs=config.cudagraphs)
-        replayed_update = compile_step(replayed_update, cudagraphs=config.cudagraphs)
+        on_policy_update = compile_update(on_policy_update, config)
+        replayed_update = compile_update(replayed_update, config)
 
     with run:
         while run.continues():
@@ -333,3 +329,7 @@ def train(config: ACERRun, run_dir: Path) -> int:
                     run.log_losses(replayed_update())
             run.end_round()
     return run.exit_code
+
+
+if __name__ == "__main__":
+    run_recipe("acer")

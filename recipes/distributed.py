@@ -16,15 +16,10 @@ progress.csv has the columns of the algorithm's recipe; epsilon is the probabili
 and SAC act at random at the start.
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("distributed")
-
 from pathlib import Path
 
 from recipes import dqn, sac, td3
+from recipes.common.cli import run_recipe
 from recipes.common.remote import runtime
 from recipes.common.schemas import DistributedRun
 
@@ -38,3 +33,7 @@ def train(config: DistributedRun, run_dir: Path) -> int:
     with runtime(config.address, config.num_collectors, config.num_shards):
         recipe = {"dqn": dqn, "td3": td3, "sac": sac}[config.algorithm]
         return recipe.train(config, run_dir)  # with a RemoteReplay and a RemoteCollector, see recipes.common.run
+
+
+if __name__ == "__main__":
+    run_recipe("distributed")

@@ -29,12 +29,6 @@ progress.csv has one row per evaluation, with the columns
     q_error                root mean square error of these Q-values (rooms)
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("dqn")
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,16 +43,17 @@ from torchrl.objectives import DQNLoss, HardUpdate, SoftUpdate
 from torchrl.objectives.utils import TargetNetUpdater
 
 from recipes.common.cagrad import cagrad_gradients, table_losses
+from recipes.common.cli import run_recipe
 from recipes.common.collector import EpsilonRandom
 from recipes.common.config import EnvConfig, RunConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.networks import make_network, on_arrays, to_tensor
-from recipes.common.replay import set_targets
+from recipes.common.replay import make_sampler, make_storage, make_writer, set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, DQNConfig, DQNRun
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates, weight_factor
 from recipes.envs.rooms import Rooms
-from torchrl_replay_ext import clip_gradients
+from torchrl_replay_ext import CompilableReplayBuffer, clip_gradients
 
 
 def make_loss(dqn: DQNConfig, actor: QValueActor) -> tuple[DQNLoss, TargetNetUpdater]:
@@ -181,12 +176,23 @@ def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
     device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape or (), flatdim(evaluation.action_space)
 
-    # Networks, loss, optimizer and buffer. DQNLoss gives SQUARED TD errors.
+    # Networks, loss and optimizer.
     network = make_network(observed, num_actions, dqn.hidden_sizes, device=device)
     actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
     loss_module, target = make_loss(dqn, actor)
     optimizer = make_optimizer(dqn.optimizer, loss_module.parameters(), dqn.learning_rate)
-    replay = run.make_replay(td_error="squared")
+
+    # The buffer. DQNLoss gives SQUARED TD errors.
+    if isinstance(config, DistributedRun):
+        replay = run.make_remote_replay(td_error="squared")
+    else:
+        sampler = make_sampler(config, td_error="squared")
+        replay = CompilableReplayBuffer(
+            storage=make_storage(config, device),
+            sampler=sampler,
+            writer=make_writer(sampler),
+            batch_size=dqn.batch_size,
+        )
 
     greedy = on_arrays(lambda observations: network(observations).argmax(-1), device)
     behaviour = EpsilonRandom(greedy, evaluation.action_space, seed=config.seed)
@@ -219,3 +225,7 @@ def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
             learn(data)  # writes the batch; updates begin after dqn.learning_starts
             run.end_round()
     return run.exit_code
+
+
+if __name__ == "__main__":
+    run_recipe("dqn")

@@ -26,16 +26,10 @@ progress.csv has one row per evaluation, with the columns
     sampler/...            scalars of the sampler's stats()
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("r2d2")
-
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import gymnasium
 import numpy as np
@@ -48,14 +42,16 @@ from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP
 
+from recipes.common.cli import run_recipe
 from recipes.common.collector import EpsilonRandom
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.common.networks import to_tensor
+from recipes.common.replay import make_sampler
 from recipes.common.run import Run
 from recipes.common.schemas import R2D2Config, R2D2Run
 from recipes.common.update import RMSProp, Update, make_optimizer, make_round, make_step, stack_updates
-from torchrl_replay_ext import clip_gradients
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, clip_gradients
 
 
 class RecurrentNetwork(nn.Module):
@@ -162,14 +158,13 @@ class RecurrentBehaviour(EpsilonRandom):
         """Begin new episodes in these environments."""
         self._episodes.state[envs] = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The generator of random actions and the recurrent states."""
-        return {**super().state_dict(), "recurrent_state": self._episodes.state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        super().load_state_dict(state)
-        self._episodes.state.copy_(state["recurrent_state"])
+def end_newest_steps(replay: TensorDictReplayBuffer) -> None:
+    """Truncate the episodes of the newest stored steps: a resumed run begins new ones, and windows read "done"."""
+    if len(replay):
+        newest = replay.storage[(replay.write_count - 1) % replay.storage.shape[0]]["next"]
+        newest["truncated"] |= ~newest["done"]
+        newest["done"].fill_(True)
 
 
 def values_and_targets(
@@ -283,12 +278,20 @@ def train(config: R2D2Run, run_dir: Path) -> int:
         raise ConfigError(f"env.id={config.env.id}: recipes.r2d2 needs vector observations; use recipes.dqn")
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
-    # Networks, optimizer and buffer. The update writes ABSOLUTE TD errors.
+    # Networks and optimizer.
     network = RecurrentNetwork(num_observed, num_actions, r2d2.units, r2d2.hidden_sizes, device)
     target = deepcopy(network).requires_grad_(False)
     optimizer = make_optimizer(r2d2.optimizer, network.parameters(), r2d2.learning_rate)
-    windows = Windows(length=r2d2.sequence_length, burn_in=r2d2.burn_in)
-    replay = run.make_replay(td_error="absolute", windows=windows)
+
+    # The buffer, with a column for each environment, so that it needs no trajectory ids. It draws transitions and
+    # expands each to a window of steps. The update writes ABSOLUTE TD errors.
+    replay = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(r2d2.buffer_size, ndim=2, device=device),
+        sampler=make_sampler(config, td_error="absolute", num_streams=1),
+        batch_size=r2d2.batch_size,
+        sample_unit=Windows(length=r2d2.sequence_length, burn_in=r2d2.burn_in),
+        dim_extend=0,
+    )
 
     behaviour = RecurrentBehaviour(network, evaluation.action_space, config.num_envs, seed=config.seed)
     run.attach(
@@ -300,12 +303,17 @@ def train(config: R2D2Run, run_dir: Path) -> int:
         columns=lambda steps: {"epsilon": r2d2.epsilon(steps)},
         state={"network": network, "target": target, "optimizer": optimizer, "behaviour": behaviour},
     )
+    if config.resume is not None:
+        end_newest_steps(replay)
     learn = make_round(make_update(config, replay, network, target, optimizer), replay, run)
 
     with run:
         while run.continues():
             behaviour.epsilon = r2d2.epsilon(run.env_steps)
-            # One column per environment, so the buffer needs no trajectory ids.
             learn(run.collect().exclude("collector").reshape(-1, config.num_envs))
             run.end_round()
     return run.exit_code
+
+
+if __name__ == "__main__":
+    run_recipe("r2d2")

@@ -23,12 +23,6 @@ progress.csv has one row per evaluation, with the columns
 Losses, alpha and entropy are means over the updates since the previous row.
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("sac")
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -42,15 +36,16 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, NormalParamExtractor, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from recipes.common.cli import run_recipe
 from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, set_targets
+from recipes.common.replay import actor_batches, decouple, make_sampler, make_writer, set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import DistributedRun, SACConfig, SACRun
 from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
-from torchrl_replay_ext import AdamStep
+from torchrl_replay_ext import AdamStep, CompilableReplayBuffer, CompilableTensorStorage
 
 
 def make_actor(policy: nn.Module) -> ProbabilisticActor:
@@ -156,12 +151,23 @@ def train(config: SACRun | DistributedRun, run_dir: Path) -> int:
     device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
-    # Networks, loss, optimizers and buffer. SACLoss gives ABSOLUTE TD errors.
+    # Networks, loss and optimizers.
     policy, loss_module = make_loss(sac, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=sac.tau)
     optimizers = make_optimizers(sac, loss_module)
     actor = make_actor(policy)
-    replay = run.make_replay(td_error="absolute", policy=actor)
+
+    # The buffer. SACLoss gives ABSOLUTE TD errors.
+    if isinstance(config, DistributedRun):
+        replay = run.make_remote_replay(td_error="absolute")
+    else:
+        critic_sampler = make_sampler(config, td_error="absolute")
+        replay = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(sac.buffer_size, device=device),
+            sampler=decouple(config, critic_sampler, actor),
+            writer=make_writer(critic_sampler),
+            batch_size=sac.batch_size,
+        )
 
     # The policy as functions of arrays: samples for training, the mode for evaluations.
     stochastic = on_arrays(lambda observations: torch.tanh(torch.normal(*policy(observations))), device)
@@ -184,3 +190,7 @@ def train(config: SACRun | DistributedRun, run_dir: Path) -> int:
             learn(run.collect())  # writes the batch; updates begin after sac.learning_starts
             run.end_round()
     return run.exit_code
+
+
+if __name__ == "__main__":
+    run_recipe("sac")

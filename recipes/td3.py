@@ -22,12 +22,6 @@ progress.csv has one row per evaluation, with the columns
     sampler/...            scalars of the sampler's stats()
 """
 
-if __name__ == "__main__":
-    # Before the imports below, which take seconds: mistakes on the command line are reported at once.
-    from recipes.common.cli import run_recipe
-
-    run_recipe("td3")
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -42,15 +36,16 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import SoftUpdate, TD3Loss
 
+from recipes.common.cli import run_recipe
 from recipes.common.collector import EpsilonRandom
 from recipes.common.config import RunConfig
 from recipes.common.environment import make_continuous_env
 from recipes.common.networks import on_arrays
-from recipes.common.replay import actor_batches, set_targets
+from recipes.common.replay import actor_batches, decouple, make_sampler, make_writer, set_targets
 from recipes.common.run import Run
 from recipes.common.schemas import THETA, DistributedRun, TD3Config, TD3Run
 from recipes.common.update import Update, make_optimizers, make_round, stack_updates, weight_factor
-from torchrl_replay_ext import AdamStep
+from torchrl_replay_ext import AdamStep, CompilableReplayBuffer, CompilableTensorStorage
 
 
 class ExplorationNoise:
@@ -166,12 +161,23 @@ def train(config: TD3Run | DistributedRun, run_dir: Path) -> int:
     device, evaluation = run.device, run.evaluation
     num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
 
-    # Networks, loss, optimizers and buffer. TD3Loss gives SQUARED TD errors.
+    # Networks, loss and optimizers.
     policy, loss_module = make_loss(td3, num_observed, num_actions, device)
     target = SoftUpdate(loss_module, tau=td3.tau)
     optimizers = make_optimizers(td3, loss_module)
     actor = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
-    replay = run.make_replay(td_error="squared", policy=actor, noise_scale=td3.exploration_noise)
+
+    # The buffer. TD3Loss gives SQUARED TD errors.
+    if isinstance(config, DistributedRun):
+        replay = run.make_remote_replay(td_error="squared")
+    else:
+        critic_sampler = make_sampler(config, td_error="squared")
+        replay = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(td3.buffer_size, device=device),
+            sampler=decouple(config, critic_sampler, actor, td3.exploration_noise),
+            writer=make_writer(critic_sampler),
+            batch_size=td3.batch_size,
+        )
 
     # The policy as functions of arrays: with noise for training, without noise for evaluations.
     deterministic = on_arrays(policy, device)
@@ -200,3 +206,7 @@ def train(config: TD3Run | DistributedRun, run_dir: Path) -> int:
             learn(run.collect())  # writes the batch; updates begin after td3.learning_starts
             run.end_round()
     return run.exit_code
+
+
+if __name__ == "__main__":
+    run_recipe("td3")

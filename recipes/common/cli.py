@@ -74,6 +74,14 @@ def run_recipe(name: str, module: str | None = None, function: str = "train") ->
     sys.exit(DONE)
 
 
+def launch() -> None:
+    """Run the training recipe that `python -m recipes.<name>` names, before Python imports its module, and torch."""
+    words = [*sys.orig_argv, ""]
+    name = words[words.index("-m") + 1].removeprefix("recipes.") if "-m" in words else ""
+    if name in RECIPES:
+        run_recipe(name)
+
+
 @contextmanager
 def explained(name: str, words: Sequence[str]) -> Iterator[None]:
     """Raise ConfigError, with an explanation, instead of an error of Hydra or OmegaConf."""
@@ -136,7 +144,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> DictConfig:
-    """The configuration that the run was started with, plus the values of the keys in RESUMABLE in `words`.
+    """The configuration that the run was started with, plus the values of the keys in RESUMABLE and more steps.
 
     Args:
         config: the configuration composed from this command line.
@@ -153,12 +161,26 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
     of_algorithm = {*RECIPES} if "algorithm" in resumed else set()
     if other := sorted(({*map(str, resumed)} ^ {*map(str, config)}) - of_algorithm):
         raise ConfigError(f"resume={run_dir}: a run of another recipe; only one of the two has {', '.join(other)}")
+    group = next(key for key, value in resumed.items() if "total_steps" in (value if OmegaConf.is_dict(value) else ()))
     for word in words:
         key, others = word.split("=")[0], ", ".join(RESUMABLE[1:])
-        if key not in RESUMABLE:
-            raise ConfigError(f"{word}: a resumed run keeps its configuration; only {others} can change")
-        resumed[key] = config[key]
+        if key == f"{group}.total_steps":
+            extend(resumed[group], config[group].total_steps, word)
+        elif key in RESUMABLE:
+            resumed[key] = config[key]
+        else:
+            raise ConfigError(
+                f"{word}: a resumed run keeps its configuration; only {others}, {group}.total_steps can change"
+            )
     return resumed
+
+
+def extend(learning: DictConfig, total_steps: int, word: str) -> None:
+    """Set a larger number of steps of a resumed run; its schedules stay as they were."""
+    if total_steps <= learning.total_steps:
+        raise ConfigError(f"{word}: must be > {learning.total_steps}, the steps of the run; it can only be extended")
+    learning.schedule_steps = learning.get("schedule_steps") or learning.total_steps
+    learning.total_steps = total_steps
 
 
 def parse_config(config: DictConfig | ListConfig, schema: Any) -> Any:

@@ -15,9 +15,12 @@ from torchrl.envs import MultiStepTransform
 _RECENT = 100
 
 
-def environment_seed(seed: int, number: int) -> int:
-    """The seed of environment ``number`` of a run with ``seed``. Neighbouring runs share no seeds (but for chance)."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+def environment_seed(seed: int, number: int, starts: int) -> int:
+    """The seed of environment ``number`` of a run with ``seed`` that has been resumed ``starts`` times.
+
+    Neighbouring runs share no seeds (but for chance).
+    """
+    return int(np.random.SeedSequence([seed, number, starts]).generate_state(1)[0])
 
 
 class EpsilonRandom:
@@ -111,115 +114,6 @@ class NStep:
         complete = complete.exclude("gamma", "nonterminal", ("next", "original_reward"))
         return complete.transpose(0, 1).reshape(-1).contiguous()
 
-    def end_episodes(self, envs: Sequence[int]) -> None:
-        """Truncate the episodes of these environments at their newest step: they start new ones."""
-        if self._held is not None:
-            for env in envs:
-                if not self._held["next", "done"][env, -1]:
-                    self._held["next", "done"][env, -1] = True
-                    self._held["next", "truncated"][env, -1] = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """The steps that are held back."""
-        return {"held": None if self._held is None else self._held.to_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        held = state["held"]
-        self._held = None if held is None else TensorDict(held, [self._num_envs, self.n]).cpu()
-
-
-class ReplayableEnv:
-    """An environment whose state can be saved and restored in the middle of an episode.
-
-    The saved state consists of the random generators at the start of the episode and the actions since then. To restore
-    it, the actions are replayed. Apart from its generators, the environment must be deterministic. If a reset may
-    continue the same game (:class:`~recipes.envs.atari.Lives`), the wrapper must have an attribute ``goes_on``;
-    replay then starts at the beginning of the game.
-
-    Args:
-        env: the environment, with its wrappers.
-        seed: seed of the first episode.
-    """
-
-    def __init__(self, env: gymnasium.Env, seed: int):
-        self.env = env
-        self._begin(seed)
-
-    def _begin(self, seed: int | None = None, random: dict[str, Any] | None = None) -> np.ndarray:
-        self._origin = {"seed": seed, "random": random}
-        self._actions: list[Any] = []
-        self._ends: list[int] = []
-        self.observation, _ = self.env.reset(seed=seed)
-        return self.observation
-
-    def reset(self) -> np.ndarray:
-        """Start the next episode and return its first observation."""
-        if self.env.has_wrapper_attr("goes_on") and self.env.get_wrapper_attr("goes_on"):
-            self._ends.append(len(self._actions))
-            self.observation, _ = self.env.reset()
-            return self.observation
-        return self._begin(random=random_state(self.env))
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the environment and record the action."""
-        self._actions.append(action)
-        result = self.env.step(action)
-        self.observation = result[0]
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """The recorded actions, the generators, and the last observation."""
-        return {
-            "origin": self._origin,
-            "actions": torch.as_tensor(np.array(self._actions)),
-            "ends": list(self._ends),
-            "observation": torch.as_tensor(np.array(self.observation)),
-            "random": random_state(self.env),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore a state from :meth:`state_dict`; if that fails, start a new episode.
-
-        Returns:
-            Whether the state was restored: the replayed episode ended at the same steps, and the last observation and
-            the generators are exactly equal.
-        """
-        if self._play(state):
-            return True
-        set_random_state(self.env, state["random"])
-        self._begin(random=state["random"])
-        return False
-
-    def _play(self, state: dict[str, Any]) -> bool:
-        origin, ends = state["origin"], set(state["ends"])
-        if origin["random"] is not None:
-            set_random_state(self.env, origin["random"])
-        self._begin(**origin)
-        for action in state["actions"].cpu().numpy():
-            _, _, terminated, truncated, _ = self.step(action)
-            over = terminated or truncated
-            if over != (len(self._actions) in ends):
-                return False
-            if over:
-                self.reset()
-        observed = np.array_equal(np.asarray(self.observation), state["observation"].cpu().numpy())
-        return observed and random_state(self.env) == state["random"]
-
-
-def random_state(env: gymnasium.Env) -> dict[str, Any]:
-    """The state of an environment's random generators."""
-    generator = env.unwrapped.np_random.bit_generator.state
-    has_own = env.has_wrapper_attr("random_state")
-    return {"generator": generator, "game": env.get_wrapper_attr("random_state")() if has_own else None}
-
-
-def set_random_state(env: gymnasium.Env, state: dict[str, Any]) -> None:
-    """Restore a state from :func:`random_state`; the next reset starts a new game."""
-    env.unwrapped.np_random.bit_generator.state = state["generator"]
-    if state["game"] is not None:
-        env.get_wrapper_attr("set_random_state")(state["game"])
-
 
 # Maps observations [envs, ...] to the actions, or to a dict of "action" and further entries to store, each [envs, ...].
 # If it remembers observations, it has a method `begin`, which gets the indices of environments that begin an episode.
@@ -256,22 +150,26 @@ class VectorCollector:
         n_step: int = 1,
         gamma: float = 1.0,
     ):
-        self._envs = [ReplayableEnv(make(), environment_seed(seed, number)) for number, make in enumerate(envs)]
+        self._envs, self._seed, self._starts = [make() for make in envs], seed, 0
         self._behaviour = behaviour
         self._flags = flags
         self._steps = frames_per_batch // len(envs)
-        space = self._envs[0].env.observation_space
+        space = self._envs[0].observation_space
         self._shape, self._dtype = (len(envs), *(space.shape or ())), space.dtype
-        self._observation = self._stack([env.observation for env in self._envs])
+        self._observation = self._reset_all()
         self._trajectory = np.arange(len(envs))
         self._next_trajectory = len(envs)
         self._return = np.zeros(len(envs))
         # returns of the most recently finished episodes
         self.returns: deque[float] = deque(maxlen=_RECENT)
-        self._lost: list[int] = []
         self._n_step = NStep(n_step, gamma, len(envs), flags) if n_step > 1 else None
         # env steps of the last batch
         self.steps_of_batch = 0
+
+    def _reset_all(self) -> np.ndarray:
+        """Begin an episode in each environment, with its seed, and return the observations."""
+        seeds = [environment_seed(self._seed, number, self._starts) for number in range(len(self._envs))]
+        return self._stack([env.reset(seed=seed)[0] for env, seed in zip(self._envs, seeds, strict=True)])
 
     def _stack(self, observations: Sequence[Any]) -> np.ndarray:
         stacked = np.empty(self._shape, self._dtype)
@@ -322,7 +220,7 @@ class VectorCollector:
         if len(done):
             self._observation = after.copy()
             for i in done:
-                self._observation[i] = self._envs[i].reset()
+                self._observation[i] = self._envs[i].reset()[0]
             self.returns.extend(self._return[done].tolist())
             self._begin(done)
         names = ("observation", "trajectory", "after", "reward", "terminated", "truncated", "flags")
@@ -338,39 +236,21 @@ class VectorCollector:
         if hasattr(self._behaviour, "begin"):
             self._behaviour.begin(envs)
 
-    def resume(self) -> list[int]:
-        """After a resume: the indices of environments that could not continue their episodes and started new ones."""
-        return self._lost
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next batches depend on."""
-        return {
-            "next_trajectory": self._next_trajectory,
-            "trajectory": self._trajectory.tolist(),
-            "return": self._return.tolist(),
-            "returns": list(self.returns),
-            "envs": [env.state_dict() for env in self._envs],
-            **({} if self._n_step is None else {"n_step": self._n_step.state_dict()}),
-        }
+        """The number of resumes, the next trajectory and the returns of the last episodes."""
+        return {"starts": self._starts, "next_trajectory": self._next_trajectory, "returns": list(self.returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict` by replaying the current episodes; see :meth:`resume`."""
-        self._next_trajectory = state["next_trajectory"]
-        self._trajectory = np.array(state["trajectory"])
-        self._return = np.array(state["return"])
+        """Restore a state from :meth:`state_dict`; all environments begin new episodes, with new seeds."""
+        self._starts, self._next_trajectory = state["starts"] + 1, state["next_trajectory"]
         self.returns = deque(state["returns"], maxlen=_RECENT)
-        whole = [env.load_state_dict(saved) for env, saved in zip(self._envs, state["envs"], strict=True)]
-        self._observation = self._stack([env.observation for env in self._envs])
-        self._lost = [number for number, there in enumerate(whole) if not there]
-        self._begin(self._lost)
-        if self._n_step is not None:
-            self._n_step.load_state_dict(state["n_step"])
-            self._n_step.end_episodes(self._lost)
+        self._observation = self._reset_all()
+        self._begin(range(len(self._envs)))
 
     def shutdown(self) -> None:
         """Close the environments."""
         for env in self._envs:
-            env.env.close()
+            env.close()
 
 
 def _observed(observations: torch.Tensor) -> torch.Tensor:

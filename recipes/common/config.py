@@ -1,5 +1,6 @@
 """Configuration shared by all recipes. recipes.common.schemas adds the hyperparameters of each recipe."""
 
+import importlib.util
 import math
 import re
 from dataclasses import dataclass, field
@@ -165,13 +166,17 @@ class LoggerConfig:
     csv: bool = MISSING
     backend: str | None = MISSING
 
+    def __post_init__(self) -> None:
+        if self.backend is not None and importlib.util.find_spec(self.backend) is None:
+            raise ConfigError(f"logger={self.backend}: install the package {self.backend} or use logger=csv")
+
 
 @dataclass
 class LearningConfig(Checked):
     """Hyperparameters of every recipe; the comments of recipes/conf/<recipe>/*.yaml explain them.
 
-    One step is one step of one environment. Subclasses have a method `num_updates`, the number of gradient updates in a
-    whole run.
+    One step is one step of one environment. Subclasses have a method `num_updates`, the number of gradient updates over
+    which schedules are spread. In a run that was extended, `schedule_steps` is its first number of steps.
     """
 
     n_step = 1  # not a field: most recipes let the user choose it, see FixedRoundsConfig
@@ -185,6 +190,7 @@ class LearningConfig(Checked):
     evaluation_episodes: int = within("> 0")
     gamma: float = within("[0, 1]")
     hidden_sizes: list[int] = MISSING
+    schedule_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,13 +201,20 @@ class LearningConfig(Checked):
         self.require("hidden_sizes", all(size > 0 for size in self.hidden_sizes), "must be > 0")
         self.require("learning_starts", early, f"must be in [0, {self.prefix}total_steps)")
 
+    @property
+    def scheduled(self) -> int:
+        """The steps over which schedules and `num_evaluations` evaluations are spread."""
+        return self.schedule_steps or self.total_steps
+
     def num_rounds(self) -> int:
-        """Number of rounds of updates in a whole run."""
-        return math.ceil(self.total_steps / self.train_interval) - self.learning_starts // self.train_interval
+        """Number of rounds of updates over which schedules are spread."""
+        return math.ceil(self.scheduled / self.train_interval) - self.learning_starts // self.train_interval
 
     def evaluations_due(self, step: int) -> int:
         """Number of evaluations due after `step` steps. They are evenly spaced; the last one is after total_steps."""
-        return min(step, self.total_steps) * self.num_evaluations // self.total_steps
+        step = min(step, self.total_steps)
+        due, rest = divmod(step * self.num_evaluations, self.scheduled)
+        return due + (step == self.total_steps and rest > 0)
 
 
 @dataclass
@@ -212,7 +225,7 @@ class FixedRoundsConfig(LearningConfig):
     n_step: int = within("> 0", default=1)
 
     def num_updates(self) -> int:
-        """Number of gradient updates in a whole run."""
+        """Number of gradient updates over which schedules are spread."""
         return self.num_rounds() * self.gradient_steps
 
     def epsilon(self, step: int) -> float:

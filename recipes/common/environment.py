@@ -55,20 +55,6 @@ make_discrete_env = partial(make_env, actions=(Discrete,))
 make_continuous_env = partial(make_env, actions=(Box,))
 
 
-class FreshWorld(gymnasium.Wrapper):
-    """BipedalWalker with a new physics world for each episode, as in Lunar Lander.
-
-    Gymnasium reuses the world of the last episode. Its steps then differ, so an episode could not be replayed exactly.
-    """
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode in a new world."""
-        walker: Any = self.env.unwrapped
-        walker._destroy()
-        walker.world = type(walker.world)()
-        return self.env.reset(seed=seed, options=options)
-
-
 class TerminalTruncation(gymnasium.Wrapper):
     """Reports truncated episodes as terminated, for env.truncation=terminal."""
 
@@ -85,8 +71,6 @@ def _make(config: EnvConfig, training: bool) -> gymnasium.Env:
             env = make_atari(config.id, config.atari, options, training=training)
         else:
             env = gymnasium.make(config.id, **options)
-            if type(env.unwrapped).__name__ == "BipedalWalker":
-                env = FreshWorld(env)
     # constructors of environments raise many kinds of errors for invalid options
     except Exception as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"env.id={config.id}: {error}") from error

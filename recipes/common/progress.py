@@ -13,7 +13,7 @@ from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 from recipes.common.config import LoggerConfig
-from recipes.common.errors import ConfigError, reason
+from recipes.common.errors import reason
 from recipes.common.files import PROGRESS, append_rows, read_csv, rewrite
 
 
@@ -25,9 +25,6 @@ class Progress:
         config: whether to write progress.csv, and TorchRL's logger.
         until: existing rows with more env steps than this are removed. They were written after the checkpoint that a
             resumed run starts from, and will be written again. Default: 0.
-
-    Raises:
-        ConfigError: if the backend's package is not installed.
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, until: int = 0) -> None:
@@ -35,10 +32,7 @@ class Progress:
         self._backend = backend = config.backend
         self._waiting: list[dict[str, float]] = []
         name: Any = backend or ""
-        try:
-            self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=name)
-        except (ImportError, NotImplementedError) as error:
-            raise ConfigError(f"logger={backend}: {error}; install the package or use logger=csv") from error
+        self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=name)
         if self.path is not None and self.path.is_file():
             rewrite(self.path, [row for row in read_csv(self.path, ["env_steps"]) if int(row["env_steps"]) <= until])
 

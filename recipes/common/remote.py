@@ -31,7 +31,7 @@ from recipes.common.environment import make_env
 from recipes.common.errors import ConfigError, LostProcess
 from recipes.common.files import CHECKPOINT
 from recipes.common.progress import warn
-from recipes.common.replay import FLAGS, make_replay, make_sampler
+from recipes.common.replay import FLAGS, make_sampler, make_writer
 from recipes.common.schemas import DistributedRun
 from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer
 from torchrl_replay_ext.sharding import Lost
@@ -97,8 +97,8 @@ def lost_process(error: BaseException | None) -> BaseException | None:
     return LostProcess(f"the process of {lost} has ended (killed, or out of memory?)")
 
 
-def _event_writer(*arguments: Any) -> EventTableWriter:
-    return EventTableWriter(make_sampler(*arguments).tables)
+def _event_writer(config: DistributedRun, **options: Any) -> EventTableWriter | None:
+    return make_writer(make_sampler(config, **options))
 
 
 class RemoteReplay(ShardedReplayBuffer):
@@ -113,7 +113,7 @@ class RemoteReplay(ShardedReplayBuffer):
         td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
 
     Raises:
-        ConfigError: see :func:`~recipes.common.replay.make_replay`; also if the sampler cannot draw from several
+        ConfigError: see :func:`~recipes.common.replay.make_sampler`; also if the sampler cannot draw from several
             shards.
     """
 
@@ -122,18 +122,16 @@ class RemoteReplay(ShardedReplayBuffer):
 
     def __init__(self, config: DistributedRun, device: torch.device, run_dir: Path, td_error: str):
         learning, name = config.learning, config.sampler["name"]
-        # Built only to check the settings before an actor is started.
-        make_replay(config, torch.device("cpu"), td_error=td_error)
         capacity, streams = learning.buffer_size // config.num_shards, config.num_collectors * config.num_envs
         # The actor builds sampler and writer separately; they find their common tables through the storage.
-        arguments = config.env, dict(config.sampler), capacity, learning.num_updates(), streams, td_error
-        writer = partial(_event_writer, *arguments) if name in EVENT_TABLES else None
+        sampler = partial(make_sampler, config, td_error=td_error, capacity=capacity, num_streams=streams)
+        sampler()  # only to check the settings before an actor is started
         try:
             super().__init__(
                 config.num_shards,
                 storage=partial(CompilableTensorStorage, capacity),
-                sampler=partial(make_sampler, *arguments),
-                writer=writer,
+                sampler=sampler,
+                writer=partial(_event_writer, config, **sampler.keywords) if name in EVENT_TABLES else None,
                 batch_size=learning.batch_size,
                 device=device,
                 seed=config.seed,
@@ -250,7 +248,7 @@ class RemoteCollector:
 
     def __iter__(self) -> Iterator[None]:
         """Yield None for each batch; the collectors write the data to the buffer."""
-        self._collector.set_seed(environment_seed(self._seed, self._starts))
+        self._collector.set_seed(environment_seed(self._seed, 0, self._starts))
         self._take_weights()
         self._collector.update_policy_weights_(self._policy)
         for _ in self._collector:
@@ -262,18 +260,13 @@ class RemoteCollector:
         self._acting.load_state_dict(self._actor.state_dict())
         self._random.get_buffer("eps").fill_(self._behaviour.epsilon)
 
-    def resume(self) -> list[int]:
-        """After a resume, collectors start new episodes with new seeds; the samplers have ended those of the buffer."""
-        self._starts += 1
-        return []
-
     def state_dict(self) -> dict[str, Any]:
-        """The number of resumes; each resume uses new seeds."""
+        """The number of resumes."""
         return {"starts": self._starts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        self._starts = state["starts"]
+        """Restore a state from :meth:`state_dict`; collectors begin new episodes, with new seeds."""
+        self._starts = state["starts"] + 1
 
     def shutdown(self) -> None:
         """End the actors, including the buffer's."""

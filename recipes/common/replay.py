@@ -1,11 +1,11 @@
-"""Builds the replay buffers of the recipes: storage, sampler and writer."""
+"""Parts of the replay buffers of the recipes: storages, samplers and writers, from the configuration."""
 
 import contextlib
 import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium
@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.data import Sequence as Windows
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.objectives import LossModule
 
 import torchrl_replay_ext as ext
 from recipes.common.collector import TERMINATED
-from recipes.common.config import DECOUPLED, EVENT_TABLES, EnvConfig, EventConfig, LearningConfig, RunConfig, ends
+from recipes.common.config import DECOUPLED, EVENT_TABLES, EventConfig, LearningConfig, RunConfig, ends
 from recipes.common.errors import ConfigError, did_you_mean
-from torchrl_replay_ext.core.event_spec import DEFAULT
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "uniform": RandomSampler,
@@ -71,62 +69,38 @@ def require_memory(config: RunConfig, space: gymnasium.Space, device: torch.devi
         raise ConfigError(f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, {text}")
 
 
-def make_replay(
-    config: RunConfig,
-    device: torch.device,
-    *,
-    td_error: str,
-    policy: TensorDictModuleBase | None = None,
-    noise_scale: float = 1.0,
-    wrap: Callable[[Sampler], Sampler] | None = None,
-    windows: Windows | None = None,
-) -> ext.CompilableReplayBuffer:
-    """Build the buffer of a run, with the configured sampler and the writer that it needs.
+def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTensorStorage | ext.FrameStackStorage:
+    """The storage of a run: each transition whole, or with each frame of a game once."""
+    if shares_frames(config):
+        streams = max(64, 2 * config.num_envs)
+        return ext.FrameStackStorage(config.learning.buffer_size, num_streams=streams, device=device)
+    return ext.CompilableTensorStorage(config.learning.buffer_size, device=device)
+
+
+def make_writer(sampler: Sampler) -> ext.EventTableWriter | None:
+    """The writer that a sampler needs: event tables have their own; None: the buffer's default."""
+    return ext.EventTableWriter(sampler.tables) if isinstance(sampler, ext.EventTableSampler) else None
+
+
+def decouple(
+    config: RunConfig, critic_sampler: Sampler, policy: TensorDictModuleBase, noise_scale: float = 1.0
+) -> Sampler:
+    """The sampler of a buffer whose actor may learn from batches of its own (sampler=dper), see actor_batches.
 
     Args:
         config: the run's configuration.
-        device: device of the storage.
-        td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
-        policy: the actor. Required by the samplers in DECOUPLED, which draw separate batches for it; see
-            actor_batches. Default: None.
-        noise_scale: standard deviation of the exploration noise, used by the samplers in DECOUPLED. Default: 1.
-        wrap: maps the configured sampler to the buffer's sampler. Default: None, use the configured sampler.
-        windows: expands each drawn transition to a window of steps; `batch_size` is then the number of windows. The
-            buffer has a column for each environment and is extended with [steps, num_envs] transitions. Default: None,
-            single transitions in a flat buffer.
+        critic_sampler: draws the batches of the critics; returned unless the configured sampler is in DECOUPLED.
+        policy: the actor.
+        noise_scale: standard deviation of the exploration noise. Default: 1.
 
     Raises:
-        ConfigError: see make_sampler.
+        ConfigError: if the sampler rejects an option.
     """
-    learning, settings = config.learning, dict(config.sampler)
-    critic = settings.pop("critic") if settings["name"] in DECOUPLED else settings
-    num_streams = config.num_envs if windows is None else 1
-    updates = learning.num_updates()
-    # a resumed run restores the environments, except for those that end_last_episodes() gets
-    sampler = make_sampler(config.env, critic, learning.buffer_size, updates, num_streams, td_error, "continue")
-    writer = None
-    if isinstance(sampler, ext.EventTableSampler):
-        writer = ext.EventTableWriter(sampler.tables, on_load="continue")
-    with refusals(settings["name"]):
-        if critic is not settings:
-            assert policy is not None
-            del settings["name"]
-            sampler = ext.DecoupledSampler(sampler, policy, noise_scale=noise_scale, **settings)
-        sampler = sampler if wrap is None else wrap(sampler)
-    if shares_frames(config):
-        streams = max(64, 2 * config.num_envs)
-        storage = ext.FrameStackStorage(learning.buffer_size, num_streams=streams, device=device)
-    else:
-        storage = ext.CompilableTensorStorage(learning.buffer_size, ndim=1 if windows is None else 2, device=device)
-    return ext.CompilableReplayBuffer(
-        storage=storage,
-        sampler=sampler,
-        writer=writer,
-        batch_size=learning.batch_size,
-        priority_key="td_error",
-        sample_unit=windows,
-        dim_extend=0,
-    )
+    options = {key: value for key, value in config.sampler.items() if key not in ("name", "critic")}
+    if config.sampler["name"] not in DECOUPLED:
+        return critic_sampler
+    with refusals(config.sampler["name"]):
+        return ext.DecoupledSampler(critic_sampler, policy, noise_scale=noise_scale, **options)
 
 
 def require_frames(replay: TensorDictReplayBuffer) -> None:
@@ -203,82 +177,50 @@ def make_tables(events: dict[str, EventConfig], capacity: int, retention: Any) -
 
 
 def make_sampler(
-    env: EnvConfig,
-    config: dict[str, Any],
-    capacity: int,
-    num_updates: int,
-    num_envs: int,
-    td_error: Any,
-    on_load: str = "truncate",
+    config: RunConfig, *, td_error: str, capacity: int | None = None, num_streams: int | None = None
 ) -> Any:
-    """Build the sampler named by `config["name"]`; event tables are those of the environment's events.
+    """Build the configured sampler; for sampler=dper, that of the critics.
+
+    A value `{start, end}` is annealed linearly over all updates of the run. Event tables are those of the environment's
+    events. The share of the batch that its events do not use is drawn from the default table.
 
     Args:
-        env: the environment. The share of the batch that its events do not use is drawn from the default table.
-        config: the sampler group. All keys except `name` and `retention` are keyword arguments of the sampler. A value
-            `{start, end}` is annealed linearly over all updates of the run.
-        capacity: number of slots of the buffer.
-        num_updates: number of updates of the run.
-        num_envs: number of environments whose transitions are interleaved.
-        td_error: the kind of TD errors that prioritized samplers receive: "squared" or "absolute".
-        on_load: what becomes of unfinished episodes in a resumed run: "truncate" or "continue".
+        config: the run's configuration. All keys of `sampler` except `name` and `retention` are keyword arguments of
+            the sampler.
+        td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
+        capacity: number of slots of the buffer. Default: None, the configured one.
+        num_streams: number of environments whose transitions are interleaved. Default: None, `num_envs`.
 
     Raises:
         ConfigError: if a keyword is unknown, or the tables or the sampler reject a value.
     """
-    sampler: Any = SAMPLERS[config["name"]]
-    with refusals(config["name"]):
-        priority, keywords = config.get("priority"), _keywords(config, num_updates)
-        episodes = {"num_streams": num_envs, "on_load": on_load}
+    settings, updates = config.sampler, config.learning.num_updates()
+    settings = settings["critic"] if settings["name"] in DECOUPLED else settings
+    size, streams = capacity or config.learning.buffer_size, num_streams or config.num_envs
+    sampler: Any = SAMPLERS[settings["name"]]
+    with refusals(settings["name"]):
+        priority, keywords = settings.get("priority"), _keywords(settings, updates)
         if sampler is not ext.EventTableSampler:
-            known = {"capacity": capacity, "td_error": td_error, **episodes}
+            known = {"capacity": size, "td_error": td_error, "num_streams": streams}
             taken = inspect.signature(sampler).parameters
             return sampler(**{key: value for key, value in known.items() if key in taken}, **keywords)
-        tables = make_tables(env.events, capacity, keywords.pop("retention", "pinned"))
+        events = config.env.events
+        tables = make_tables(events, size, keywords.pop("retention", "pinned"))
         if priority is not None:
             if not isinstance(priority, dict):
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
-            episodes = episodes if priority.get("kind") == "reaper" else {}
-            keywords["priority"] = {"td_error": td_error, **episodes, **_keywords(priority, num_updates)}
-        shares = {event_name: ends("eta", event.eta) for event_name, event in env.events.items()}
+            lanes = {"num_streams": streams} if priority.get("kind") == "reaper" else {}
+            keywords["priority"] = {"td_error": td_error, **lanes, **_keywords(priority, updates)}
+        shares = {event_name: ends("eta", event.eta) for event_name, event in events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
-        eta = {table: a if a == b else ext.Anneal(a, b, num_updates) for table, (a, b) in shares.items()}
+        eta = {table: a if a == b else ext.Anneal(a, b, updates) for table, (a, b) in shares.items()}
         return sampler(tables, eta=eta, **keywords)
 
 
 def _keywords(config: dict[str, Any], num_updates: int) -> dict[str, Any]:
     """The keyword arguments in `config`, without `name` and `priority`; {start, end} becomes a schedule."""
     return {
-        key: ext.Anneal(**value, num_updates=num_updates) if isinstance(value, dict) else value
+        key: ext.Anneal(*ends(f"sampler.{key}", value), num_updates) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in ("name", "priority")
     }
-
-
-def stored_slots(buffer: TensorDictReplayBuffer) -> torch.Tensor:
-    """The slots of all stored transitions, or with event tables of those in the default table; oldest first."""
-    if isinstance(buffer.writer, ext.EventTableWriter):
-        return buffer.writer.tables[DEFAULT].index()
-    length = len(buffer)
-    return (buffer.write_count - length + torch.arange(length)) % buffer.storage.max_size
-
-
-def end_last_episodes(replay: TensorDictReplayBuffer, num_envs: int, envs: Sequence[int]) -> None:
-    """Truncate the episodes of `envs` at their newest transitions: a resumed run starts new episodes.
-
-    Stored transitions must not be changed without the sampler. Therefore copies that are marked as truncated, without
-    events, are written. A buffer with a column for each environment can only be extended by whole rows. There, the
-    newest transitions of all environments are repeated.
-    """
-    if replay.storage.ndim == 1:
-        rows = replay[stored_slots(replay)[-num_envs:][list(envs)]].exclude("index")
-        rows = rows[~rows["next", "done"].squeeze(1)]
-    else:
-        rows = replay[(replay.write_count - 1) % replay.storage.shape[0]].exclude("index").clone().unsqueeze(0)
-    if not rows.numel():
-        return
-    rows["next", "truncated"] = rows["next", "truncated"] | ~rows["next", "terminated"]
-    rows["next", "done"] = torch.ones_like(rows["next", "done"])
-    if FLAGS in rows.keys(include_nested=True):
-        rows[FLAGS] = rows[FLAGS].apply(torch.zeros_like)
-    replay.extend(rows)

@@ -30,7 +30,7 @@ from recipes.common.errors import ConfigError, LostProcess, reason
 from recipes.common.evaluation import Camera, Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress, warn
-from recipes.common.replay import PRIORITIZED, end_last_episodes, make_replay, require_frames, require_memory
+from recipes.common.replay import PRIORITIZED, require_frames, require_memory
 from recipes.common.schemas import DistributedRun
 from recipes.studies.curves import draw_runs, read_run
 from recipes.studies.figures import save
@@ -84,7 +84,7 @@ class Run:
 
         run = Run(config, run_dir, make_env)
         ...                              # networks and optimizers, on run.device
-        replay = run.make_replay(td_error="squared")
+        replay = CompilableReplayBuffer(...)
         run.attach(behaviour, replay, policy=policy, losses=("loss",), state={"loss": loss_module, ...})
         with run:
             while run.continues():
@@ -95,8 +95,8 @@ class Run:
         return run.exit_code
 
     The directory of the run receives config.yaml, progress.csv, learning_curve.png and checkpoint.zip. The checkpoint
-    holds the complete state: a resumed run continues as if it had never stopped. It is loaded by :meth:`attach`, so
-    graphs must be compiled, and the steps of optimizers made, after it.
+    holds networks, optimizers, buffer, counters and random generators, but no environments: a resumed run begins new
+    episodes. It is loaded by :meth:`attach`, so graphs must be compiled, and the steps of optimizers made, after it.
 
     Ctrl-C ends the loop after the current round. An error of a lost process (LostProcess) inside the ``with`` block
     ends it, too; other errors are passed on.
@@ -130,16 +130,14 @@ class Run:
         place = self.device if self._remote is None else torch.device("cpu")
         require_memory(config, self.evaluation.observation_space, place)
 
-    def make_replay(self, *, td_error: str, **options: Any) -> Any:
-        """Build the buffer: a TensorDictReplayBuffer, or in recipes.distributed a RemoteReplay.
+    def make_remote_replay(self, *, td_error: str) -> Any:
+        """Build the buffer of recipes.distributed, whose storage and samplers are in other processes.
 
         Args:
             td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
-            **options: see recipes.common.replay.make_replay.
         """
-        if self._remote is not None:
-            return self._remote.RemoteReplay(self.config, self.device, self._run_dir, td_error)
-        return make_replay(self.config, self.device, td_error=td_error, **options)
+        assert self._remote is not None
+        return self._remote.RemoteReplay(self.config, self.device, self._run_dir, td_error)
 
     def attach(
         self,
@@ -161,7 +159,7 @@ class Run:
 
         Args:
             behaviour: the behaviour policy, see recipes.common.collector.
-            replay: the buffer, see :meth:`make_replay`.
+            replay: the buffer.
             policy: the policy to evaluate; see recipes.common.evaluation.Policy.
             losses: names of the numbers that the updates return; the progress bar shows the first two.
             state: networks, optimizers and other objects with state, for the checkpoint.
@@ -192,12 +190,6 @@ class Run:
         self._state = {**state, "replay": replay, "collector": collector, **own}
         if config.resume is not None:
             load_checkpoint(self._run_dir, self.device, **self._state)
-            lost = collector.resume()
-            if lost and not self._finished():
-                if learning.n_step == 1:  # otherwise the collector holds these steps and ends the episodes
-                    end_last_episodes(replay, config.num_envs, lost)
-                text = f"the state of {len(lost)} of {config.num_envs} environments cannot be restored"
-                warn(f"{text}; they start new episodes")
         self._previous_steps = self.counters.env_steps
         self._camera = Camera(config.env, self._run_dir) if config.video else None
 
@@ -279,7 +271,8 @@ class Run:
             require_frames(self._replay)
             sampler: Any = self._replay.sampler
             if type(sampler) in PRIORITIZED:
-                row |= {f"sampler/{key}": value.item() for key, value in sampler.stats().items()}
+                numbers = sampler.stats().to_dict(convert_tensors=True)
+                row |= {f"sampler/{key}": value for key, value in numbers.items()}
                 if config.logger.backend is not None:
                     share = sampler.probabilities(self._replay.storage)
                     # relative to uniform sampling
@@ -340,7 +333,10 @@ class Run:
         if not self._finished():
             print(f"interrupted at step {steps}; {way}")
             return INTERRUPTED
-        outcome, threshold = f"{steps} steps", self.config.env.reward_threshold
+        learning, threshold = self.config.learning, self.config.env.reward_threshold
+        outcome = f"{steps} steps"
+        if steps > learning.total_steps:
+            outcome += f" (total_steps={learning.total_steps}, in whole batches of {learning.train_interval})"
         if threshold is not None:
             outcome = f"did not reach {threshold:g} in {outcome}"
         if counters.reached_at is not None:

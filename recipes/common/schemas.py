@@ -68,7 +68,7 @@ class EpsilonGreedyConfig(FixedRoundsConfig):
         """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
         if step < self.learning_starts:
             return 1.0
-        duration = self.exploration_fraction * self.total_steps
+        duration = self.exploration_fraction * self.scheduled
         done = min(step / duration, 1.0) if duration else 1.0
         return self.initial_epsilon + done * (self.final_epsilon - self.initial_epsilon)
 
@@ -282,7 +282,7 @@ class ACERConfig(LearningConfig):
         self.require("replay_ratio", updates, "makes no updates with acer.on_policy=false")
 
     def num_updates(self) -> int:
-        """Expected number of gradient updates in a whole run."""
+        """Expected number of gradient updates over which schedules are spread."""
         return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
 
 

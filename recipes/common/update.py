@@ -1,5 +1,7 @@
 """Updates of a round, eager or as compiled graphs, and optimizers that can be chosen by name: Adam and RMSProp."""
 
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,7 +9,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.objectives import SACLoss, TD3Loss
+from tqdm import tqdm
 
+from recipes.common.config import RunConfig
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.run import Run
 from torchrl_replay_ext import AdamStep, compile_step
@@ -52,7 +56,7 @@ def make_round(update: Update, replay: Any, run: Run) -> Callable[[TensorDictBas
     """
     config = run.config
     num_calls = config.learning.gradient_steps // config.updates_per_graph
-    step = compile_step(update, cudagraphs=config.cudagraphs) if config.compile else update
+    step = compile_update(update, config) if config.compile else update
     # If a round is one graph, the graph also writes the batch. Exceptions: on a GPU, because batches come from the CPU;
     # and samplers that sort ranks or evaluate events, which they do outside of graphs.
     writes = num_calls == 1 and run.device.type == "cpu" and getattr(replay.sampler, "writes_in_graphs", True)
@@ -69,6 +73,23 @@ def make_round(update: Update, replay: Any, run: Run) -> Callable[[TensorDictBas
             run.log_losses(call(data))
 
     return learn
+
+
+def compile_update(update: Callable[..., dict[str, Tensor]], config: RunConfig) -> Callable[..., dict[str, Tensor]]:
+    """Compile an update by compile_step. The first call, which compiles, says how long it took."""
+    step, called = compile_step(update, cudagraphs=config.cudagraphs), False
+
+    def call(*arguments: Any) -> dict[str, Tensor]:
+        nonlocal called
+        if called:
+            return step(*arguments)
+        started = time.perf_counter()
+        tqdm.write("compiling the update ...", file=sys.stderr)
+        result, called = step(*arguments), True
+        tqdm.write(f"compiled the update in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        return result
+
+    return call
 
 
 class RMSProp:

@@ -29,17 +29,7 @@ class Lives(gymnasium.Wrapper):
         self._episodic = episodic
         self._fire = fire and len(meanings) > FIRE and meanings[FIRE] == "FIRE"
         self._lives = 0
-        self.goes_on = False
-        """Whether the next reset continues the same game."""
-
-    def random_state(self) -> bytes:
-        """The state of the emulator, including its own random generator."""
-        return self._ale.cloneState(include_rng=True).serialize()
-
-    def set_random_state(self, state: bytes) -> None:
-        """Restore a state from :meth:`random_state`; the next reset starts a new game."""
-        self._ale.restoreState(type(self._ale.cloneState())(state))
-        self.goes_on = False
+        self._goes_on = False  # whether the next reset continues the same game
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the game."""
@@ -48,8 +38,8 @@ class Lives(gymnasium.Wrapper):
         self._lives = lives
         # in Qbert, the number of lives is 0 for a few frames before the game is over
         lost = 0 < lives < before and not (terminated or truncated)
-        self.goes_on = self._episodic and lost
-        if self.goes_on:
+        self._goes_on = self._episodic and lost
+        if self._goes_on:
             terminated = True
         elif lost and self._fire:
             observation, more, terminated, truncated, info = self.env.step(FIRE)
@@ -58,8 +48,8 @@ class Lives(gymnasium.Wrapper):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode. After a lost life, it continues the same game unless a seed is given."""
-        over = not self.goes_on or seed is not None
-        self.goes_on = False
+        over = not self._goes_on or seed is not None
+        self._goes_on = False
         if not over:
             # as at the start of a game, the agent does not choose the first action
             observation, _, terminated, truncated, info = self.env.step(FIRE if self._fire else NOOP)

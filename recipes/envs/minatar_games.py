@@ -17,7 +17,7 @@ class MinAtar(World):
 
     Observations are uint8 [channels, 10, 10] with 255 where there is an object, so networks that scale images to [0, 1]
     see MinAtar's bits. Actions are those that have an effect in the game. Unlike MinAtar's registration with Gymnasium,
-    an episode depends on the generator of the environment alone, so runs resume in the middle of an episode.
+    an episode depends on the generator of the environment alone.
 
     Args:
         game: one of `GAMES`. Default: ``"breakout"``.

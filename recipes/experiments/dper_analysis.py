@@ -42,12 +42,12 @@ from recipes.common.cli import parse_config
 from recipes.common.environment import make_continuous_env
 from recipes.common.errors import ConfigError
 from recipes.common.files import CHECKPOINT, CONFIG, load_config, markdown, require_files
-from recipes.common.replay import make_replay
+from recipes.common.replay import decouple, make_sampler, make_writer
 from recipes.common.schemas import TD3Run
 from recipes.experiments.command_line import ExperimentParser, Row
 from recipes.studies.curves import bootstrap_interval, ratio_of_means
 from recipes.studies.figures import GREY, explain, looks, panel_grid, sample_line, styled
-from torchrl_replay_ext import DecoupledSampler
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
 from torchrl_replay_ext.samplers.candidates import Granularity
 
@@ -88,7 +88,13 @@ def load_run(run_dir: Path) -> tuple[TensorDictReplayBuffer, TensorDictModule, f
     network, loss_module = td3.make_loss(config.td3, *sizes, device)
     policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
     noise_scale = config.td3.exploration_noise
-    replay = make_replay(config, device, td_error="squared", policy=policy, noise_scale=noise_scale)
+    sampler = make_sampler(config, td_error="squared")
+    replay = CompilableReplayBuffer(
+        storage=CompilableTensorStorage(config.td3.buffer_size, device=device),
+        sampler=decouple(config, sampler, policy, noise_scale),
+        writer=make_writer(sampler),
+        batch_size=config.td3.batch_size,
+    )
     load_checkpoint(run_dir, device, loss=loss_module, replay=replay)
     if not len(replay):
         raise ConfigError(f"{run_dir}: the buffer is empty")

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +17,10 @@ from recipes.common import run as training
 from recipes.common.checkpoint import load_checkpoint
 from recipes.common.cli import DONE, INTERRUPTED, explained, parse_config, resumed_config
 from recipes.common.options import compose_config
+from recipes.common.replay import make_sampler, make_storage, make_writer
 from recipes.common.schemas import SCHEMAS
 from recipes.envs.minatar_games import GAMES
+from torchrl_replay_ext import CompilableReplayBuffer
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,14 +137,22 @@ class Replay:
 @contextlib.contextmanager
 def noted_replays():
     """A list of the buffers of the runs in the block."""
-    make, found = training.Run.make_replay, []
+    attach, found = training.Run.attach, []
 
-    def noted(run, **options):
-        found.append(make(run, **options))
-        return found[-1]
+    def noted(run, behaviour, replay, **options):
+        found.append(replay)
+        attach(run, behaviour, replay, **options)
 
-    with patch.object(training.Run, "make_replay", noted):
+    with patch.object(training.Run, "attach", noted):
         yield found
+
+
+def buffer_of(config, td_error="squared"):
+    """An empty buffer with the sampler of a configuration, as recipes.dqn builds it."""
+    sampler = make_sampler(config, td_error=td_error)
+    storage = make_storage(config, torch.device("cpu"))
+    size = config.learning.batch_size
+    return CompilableReplayBuffer(storage=storage, sampler=sampler, writer=make_writer(sampler), batch_size=size)
 
 
 def stopping(batches):
@@ -162,34 +171,6 @@ def rows(run_dir):
 def checkpoint(run_dir):
     """The states of the components in a checkpoint."""
     return load_checkpoint(run_dir, torch.device("cpu"))
-
-
-def leaves(value, path=""):
-    """The content of a nested state, tensors as bytes."""
-    if isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {path: (type(value).__name__, len(value))}
-        for key, item in items:
-            found |= leaves(item, f"{path}/{key}")
-        return found
-    if isinstance(value, torch.Tensor):
-        return {path: (value.dtype, value.shape, value.cpu().contiguous().numpy().tobytes())}
-    return {path: value.tobytes() if isinstance(value, np.ndarray) else repr(value)}
-
-
-def assert_same_runs(one, other):
-    """Two runs left the same checkpoint, bit by bit, and the same progress.csv, but for the time they took."""
-    tables = [rows(run_dir) for run_dir in (one, other)]
-    for row in tables[0] + tables[1]:
-        del row["wall_time"], row["cpu_time"]
-    assert tables[0] == tables[1]
-    states = [checkpoint(run_dir) for run_dir in (one, other)]
-    for state in states:
-        del state["counters"]["wall_time"], state["counters"]["cpu_time"]
-    one, other = map(leaves, states)
-    assert one.keys() == other.keys()
-    differ = [path for path in one if one[path] != other[path]]
-    assert differ == [], differ
 
 
 def eager_and_compiled(recipe, path, *words):

@@ -16,9 +16,9 @@ from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.remote import FlagReader
-from recipes.common.replay import land_between_flags, land_near_middle, make_replay
+from recipes.common.replay import land_between_flags, land_near_middle
 from tests.recipes.countdown import Countdown
-from tests.recipes.runs import Recipe, composed, eager_and_compiled, tiny
+from tests.recipes.runs import Recipe, buffer_of, composed, eager_and_compiled, tiny
 
 # near_initial happens within the first steps
 TINY = [
@@ -88,7 +88,7 @@ def steps(trajectories):
 
 def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
     cfg = recipe.configuration("sampler=sset_per", "sampler.priority.beta={start: 0.4, end: 1.0}")
-    replay = make_replay(cfg, torch.device("cpu"), td_error="absolute")
+    replay = buffer_of(cfg, "absolute")
     sampler = replay.sampler
     assert sampler.tables.names == ["default", "at_gap", "done", "near_initial"]
     assert sampler.eta == pytest.approx({"default": 0.6, "at_gap": 0.15, "done": 0.15, "near_initial": 0.1})
@@ -121,7 +121,7 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
 def test_priorities_by_reliability_know_the_environments():
     words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
     cfg = recipe.configuration(*words)
-    replay = make_replay(cfg, torch.device("cpu"), td_error="squared")
+    replay = buffer_of(cfg)
     replay.extend(steps([0, 1, 2, 3] * 2))
     with pytest.warns(UserWarning, match="num_streams="):
         replay.extend(steps([0, 1, 2, 3, 4]))

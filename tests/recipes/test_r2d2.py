@@ -11,9 +11,10 @@ from torchrl.data import Sequence
 
 from recipes import r2d2
 from recipes.common.collector import VectorCollector
-from recipes.common.replay import end_last_episodes, make_replay
+from recipes.common.replay import make_sampler
 from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import RECIPES
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
 
 NUM_ENVS, BURN_IN, LENGTH = 4, 3, 5
 CPU = torch.device("cpu")
@@ -40,8 +41,13 @@ class Collected:
     def replay(self, batch_size=16):
         words = [f"r2d2.{key}={value}" for key, value in {"batch_size": batch_size, "buffer_size": 400}.items()]
         cfg = recipe.configuration(*words)
-        windows = Sequence(length=LENGTH, burn_in=BURN_IN)
-        replay = make_replay(cfg, CPU, td_error="absolute", windows=windows)
+        replay = CompilableReplayBuffer(
+            storage=CompilableTensorStorage(400, ndim=2),
+            sampler=make_sampler(cfg, td_error="absolute", num_streams=1),
+            batch_size=batch_size,
+            sample_unit=Sequence(length=LENGTH, burn_in=BURN_IN),
+            dim_extend=0,
+        )
         replay.extend(self.data)
         return replay
 
@@ -71,6 +77,8 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
     target = deepcopy(network)
     for weight in target.parameters():
         weight.mul_(1.1)
+    target.head[-1].weight.neg_()  # so that it prefers the other action
+    target.head[-1].bias.neg_()
     settings = recipe.settings(
         f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", f"r2d2.target_steps={target_steps}"
     )
@@ -87,6 +95,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
 
     valid = batch["validity_mask"]
     assert not valid[:, 0].all() and not valid[:, -1].all()
+    differ = 0  # double Q-learning: the action is the network's choice, not the target network's
     for window, mask, value, wanted in zip(batch, valid, values, targets, strict=True):
         env = int(window["index"][0, 1])
         at = window["index"][:, 0][mask].tolist()
@@ -101,6 +110,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
             following = data["next", "observation"][step, env].unsqueeze(0)
             action = network.values(network.step(following, after)).argmax()
             own = target.step(following, burned_in([*at[: at.index(step) + 1], step + 1], env))
+            differ += int(target.values(own).argmax() != action)
             best.append(float(target.values(own)[0, action]))
         for row in range(len(learned)):
             total, discount = 0.0, 1.0
@@ -109,6 +119,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
                 discount *= settings.gamma * (not data["next", "terminated"][learned[later], env])
                 last = later
             assert float(wanted[row]) == pytest.approx(total + discount * best[last], rel=1e-4)
+    assert differ > 20
 
 
 def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
@@ -150,19 +161,18 @@ def test_the_environment_shows_positions_alone():
     assert CartPolePositions(render_mode="rgb_array").render_mode == "rgb_array"
 
 
-# --- interruptions and errors
+# --- resumed runs
 
 
-@pytest.mark.parametrize("more", [0, 80])
-def test_in_columns_the_newest_steps_are_repeated_as_truncated_ones(more):
+def test_windows_end_where_a_resumed_run_begins_new_episodes():
     collected = Collected(steps=60)
-    replay = collected.replay()
-    for _ in range(more // 60 + (more > 0)):
-        replay.extend(collected.data)
-    before, newest = replay.write_count, collected.data[-1]
-    end_last_episodes(replay, NUM_ENVS, [2])
-    assert replay.write_count == before + 1
-    copy = replay[before % 100]
-    assert torch.equal(copy["observation"], newest["observation"]) and copy["next", "done"].all()
-    assert torch.equal(copy["next", "terminated"], newest["next", "terminated"])
-    assert (copy["next", "truncated"] | copy["next", "terminated"]).all()
+    replay = collected.replay(batch_size=400)
+    r2d2.end_newest_steps(replay)
+    replay.extend(collected.data[:20])
+    newest = replay[59]
+    assert newest["next", "done"].all()
+    assert torch.equal(newest["next", "terminated"], collected.data[59]["next", "terminated"])
+    windows = replay.sample().reshape(-1, BURN_IN + LENGTH)
+    rows = windows["index"][..., 0]
+    assert {*rows.flatten().tolist()} == {*range(80)}
+    assert not ((rows < 60).any(1) & (rows >= 60).any(1)).any()

@@ -1,28 +1,82 @@
-"""A run that was stopped and resumed is the run that was not: the same bits, but for the time it took."""
+"""A resumed run has what it had before, begins new episodes, and may become longer."""
 
 import time
 from itertools import count
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from recipes.common.cli import INTERRUPTED
-from tests.recipes.runs import RECIPES, assert_same_runs, needs, stopping
+from recipes.common.errors import ConfigError
+from tests.recipes.runs import RECIPES, checkpoint, needs, noted_replays, stopping
+
+EVENTS = [
+    "env=tworooms",
+    "+env.events.near_initial={history: 5, eta: 0.1}",
+    "+env.options.max_episode_steps=30",
+    "sampler.min_size=1",
+]
+GAME = ["env.atari.max_frames=400", "dqn.hidden_sizes=[16]", "dqn.optimizer={name: rmsprop}"]
 
 
-def check(tmp_path, name, *words, stops=(3,)):
-    recipe, whole, parts = RECIPES[name], tmp_path / "whole", tmp_path / "parts"
-    torch._dynamo.reset()
-    recipe.run(whole, *words)
-    config = recipe.configuration(*words)
-    for stop in stops:
-        with stopping(stop):
-            torch._dynamo.reset()
-            recipe.train(config, parts, INTERRUPTED)
-        config = recipe.resumed(parts)
-    torch._dynamo.reset()
-    recipe.train(config, parts)
-    assert_same_runs(whole, parts)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dqn", ["sampler=per"]),
+        ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4", "dqn.n_step=3"]),
+        ("sac", ["sampler=rank", "num_envs=2"]),
+        ("td3", ["sampler=dper", "td3.noise=ou"]),
+        ("r2d2", ["sampler=per"]),
+        ("acer", ["env=pendulum", "acer.normalize_observations=true", "sampler=per"]),
+        pytest.param("dqn", ["env=atari/breakout", *GAME], marks=[pytest.mark.slow, needs("ale_py"), needs("cv2")]),
+    ],
+)
+def test_a_resumed_run_has_its_networks_optimizers_buffer_and_counters(tmp_path, name, words):
+    recipe = RECIPES[name]
+    recipe.stop(tmp_path, 3, *words)
+    before = checkpoint(tmp_path)
+    with stopping(0):  # nothing but the load
+        recipe.train(recipe.resumed(tmp_path), tmp_path, INTERRUPTED)
+    after = checkpoint(tmp_path)
+    assert before.keys() == after.keys() and after["collector"]["starts"] == 1
+    for state in (before, after):
+        del state["collector"], state["counters"]["wall_time"], state["counters"]["cpu_time"]
+        state["replay"] = state["replay"]["_storage"], state["replay"]["_batch_size"]
+        if name == "r2d2":  # the newest steps are marked as ends
+            del state["replay"]
+    one, other = tree_leaves(before), tree_leaves(after)
+    assert len(one) == len(other) > 30
+    same = (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+    assert all(same)
+    with noted_replays() as replays:
+        table = recipe.resume(tmp_path)
+    assert int(table[-1]["env_steps"]) >= 96
+    if name == "r2d2":
+        assert replays[0][11]["next", "done"].all()  # of 3 batches with 4 steps of each environment
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_finished_run_can_be_extended(tmp_path, name):
+    recipe, words = RECIPES[name], [f"{name}.exploration_fraction=1.0"] * (name in ("dqn", "r2d2"))
+    before = recipe.run(tmp_path, *words)
+    after = recipe.resume(tmp_path, f"{name}.total_steps=150")
+    assert after[:3] == before
+    # evaluations keep their distance; the last one is at the end
+    assert [row["env_steps"] for row in after[3:]] == ["128", "160"]
+    if name != "acer":
+        assert [row["updates"] for row in after[3:]] == ["12", "16"]
+    if words:  # the schedule ended after 96 steps
+        settings = recipe.configuration(*words).learning
+        expected = [
+            settings.initial_epsilon + share * (settings.final_epsilon - settings.initial_epsilon)
+            for share in (2 / 3, 1, 1, 1)
+        ]
+        assert [float(row["epsilon"]) for row in after[1:]] == pytest.approx(expected)
+    longer = recipe.resumed(tmp_path, f"{name}.total_steps=400").learning
+    assert (longer.total_steps, longer.scheduled) == (400, 96)
+    with pytest.raises(ConfigError, match=f"{name}.total_steps=150: must be > 150"):
+        recipe.resumed(tmp_path, f"{name}.total_steps=150")
 
 
 def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
@@ -32,89 +86,3 @@ def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
     RECIPES["dqn"].stop(tmp_path, 3)
     # read at the start, for an evaluation, for the checkpoint, and again
     assert [float(row["cpu_time"]) for row in RECIPES["dqn"].resume(tmp_path)] == [1, 3, 4]
-
-
-EVENTS = [
-    "env=tworooms",
-    "+env.events.near_initial={history: 5, eta: 0.1}",
-    "+env.options.max_episode_steps=30",
-    "sampler.min_size=1",
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("dqn", ["sampler=reaper"]),
-        ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4"]),
-        ("sac", ["sampler=per", "num_envs=4"]),
-        ("td3", ["sampler=dper", "td3.noise=ou"]),
-        ("dqn", [*EVENTS, "sampler=sset_per", "num_envs=4", "dqn.n_step=3"]),
-        ("sac", ["sampler=reaper", "num_envs=2", "sac.n_step=2"]),
-        ("td3", ["sampler=lap", "td3.n_step=3"]),
-        ("r2d2", ["sampler=per"]),
-        ("acer", ["sampler=per"]),
-        ("acer", ["env=pendulum", "acer.normalize_observations=true"]),
-    ],
-)
-def test_recipes(tmp_path, name, words):
-    check(tmp_path, name, *words)
-
-
-SAMPLERS = ["uniform", "per", "rank", "reaper"]
-LONGER = [
-    *(
-        (name, [f"sampler={each}", f"num_envs={n}"])
-        for name in ("dqn", "sac", "td3")
-        for each in SAMPLERS
-        for n in (1, 4)
-    ),
-    *(("r2d2", [f"sampler={each}"]) for each in SAMPLERS),
-    *(("acer", [f"env={env}", f"sampler={each}"]) for env in ("cartpole", "pendulum") for each in SAMPLERS),
-    *(
-        ("dqn", [*EVENTS, f"sampler={each}", f"sampler.retention={kind}", "num_envs=4"])
-        for each in ("sset", "sset_per")
-        for kind in ("pinned", "ring")
-    ),
-    *((name, [f"sampler={each}", "num_envs=2"]) for name in ("sac", "td3") for each in ("dper", "dper_uniform")),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "words"), LONGER)
-def test_several_stops(tmp_path, name, words):
-    check(tmp_path, name, *words, stops=(1, 2, 1))
-
-
-@pytest.mark.slow
-@needs("ale_py")
-@needs("cv2")
-@pytest.mark.parametrize(
-    ("name", "words"), [("dqn", ["sampler=reaper"]), ("dqn", ["sampler=per", "num_envs=4"]), ("acer", [])]
-)
-def test_games(tmp_path, name, words):
-    """Frames are stored once, games go on after lost lives."""
-    settings = ["env.atari.max_frames=400", "env.atari.repeat_action_probability=0.25"]
-    learning = [f"{name}.hidden_sizes=[16]", f"{name}.optimizer={{name: rmsprop}}"]
-    check(tmp_path, name, "env=atari/breakout", *settings, *learning, *words)
-
-
-COMPILED = [
-    ("dqn", ["sampler=per", "num_envs=4", "updates_per_graph=2"]),
-    ("dqn", ["sampler=reaper", "updates_per_graph=2", "dqn.learning_starts=0"]),
-    ("td3", ["sampler=dper", "updates_per_graph=2"]),
-    ("dqn", ["sampler=uniform"]),
-    ("dqn", ["sampler=rank"]),
-    ("dqn", [*EVENTS, "sampler=sset_per"]),
-    ("sac", ["sampler=per"]),
-    ("r2d2", ["sampler=per"]),
-    ("acer", ["env=cartpole", "sampler=per"]),
-    ("acer", ["env=pendulum"]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "words"), COMPILED)
-def test_compiled(tmp_path, name, words):
-    """The graph is made anew, and computes the same."""
-    check(tmp_path, name, "compile=true", *words, stops=(4,))

@@ -9,9 +9,8 @@ import torch
 from torchrl.objectives import SoftUpdate
 
 from recipes import td3
-from recipes.common.replay import make_replay
 from tests.data import learnable
-from tests.recipes.runs import Replay, composed
+from tests.recipes.runs import Replay, buffer_of, composed
 from tests.samplers.experience import assert_priorities
 
 transitions = partial(learnable, observation=3, action=2, done=0.3)
@@ -129,7 +128,7 @@ def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
     """The rest is in tests/samplers/test_lap.py."""
     config = composed("td3", "sampler=lap")
     assert config.td3.loss_function == "smooth_l1"
-    replay = make_replay(config, torch.device("cpu"), td_error="squared")
+    replay = buffer_of(config)
     replay.extend(transitions(64, action=1))
     replay.sampler.update_priority(torch.arange(64), torch.linspace(0.01, 9, 64))
     assert (replay.sample()["priority_weight"] == 1).all()
