@@ -9,21 +9,21 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from recipes.common.atari_presets import GAMES, AtariConfig
-from recipes.common.checked import flow
 from recipes.common.config import RECIPES, EventConfig
-from recipes.common.errors import closest, did_you_mean
-from recipes.common.files import CONF
+from recipes.common.errors import ConfigError, closest, did_you_mean
+from recipes.common.files import CONF, load_config
 
 Row = tuple[str, str]  # an option with its default (`key=value`), and its explanation
 COLUMN = 38
@@ -34,12 +34,27 @@ def compose_config(recipe: str, words: Sequence[str], *, hydra: bool = False) ->
 
     `hydra`: include Hydra's own options, such as the run directory. Default: False.
 
+    `study=<path>.yaml` selects a study in a file of one's own.
+
     Raises:
         HydraException: if Hydra cannot read or compose it. OmegaConf's errors likewise.
+        ConfigError: if there is no such file.
     """
     GlobalHydra.instance().clear()
+    words = [_own_study(word) for word in words]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose(recipe, overrides=list(words), return_hydra_config=hydra)
+        return compose(recipe, overrides=words, return_hydra_config=hydra)
+
+
+def _own_study(word: str) -> str:
+    """The word that selects a study in a file of one's own; other words are returned unchanged."""
+    key, _, path = word.partition("=")
+    if key != "study" or not path.endswith(".yaml"):
+        return word
+    if not Path(path).is_file():
+        raise ConfigError(f"{word}: no such file")
+    ConfigStore.instance().store("own", load_config(Path(path)), group="study")
+    return "study=own"
 
 
 def choices_of(group: str) -> list[str]:
@@ -81,8 +96,7 @@ def _no_such_choice(group: str, name: str, recipe: str) -> str:
     fitting = [f"recipes.{key}" for key, settings in RECIPES.items() if family in choices_of(settings)]
     if group == RECIPES.get(recipe) and family in (*choices_of("env"), "atari"):
         other = f"those of another environment, as in {group}={names[0]} env={name}"
-        ways = " or ".join(fitting) or "another recipe"
-        return f"env={name}: recipes.{recipe} has no settings for it; use {ways}, or {other}"
+        return f"env={name}: recipes.{recipe} has no settings for it; use {' or '.join(fitting) or other}"
     hint = did_you_mean(name, names) or f"; choose {', '.join(each for each in names if '/' not in each)}"
     return f"{group}={name}: there is no such choice{hint}"
 
@@ -90,6 +104,8 @@ def _no_such_choice(group: str, name: str, recipe: str) -> str:
 def _no_such_key(key: str, recipe: str, words: Sequence[str]) -> str:
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     config = compose_config(recipe, [word for word in words if word.partition("=")[0] in groups])
+    if OmegaConf.is_dict(node := OmegaConf.select(config, key)):
+        return f"{key}: its value has keys that are not known; choose {', '.join(map(str, node))}"
     names = {name: name.rpartition(".")[2] for name in _names(OmegaConf.to_container(config))}
     similar = closest(key.rpartition(".")[2], names.values())
     found = [name for name, last in names.items() if last in similar] or closest(key, names)
@@ -106,7 +122,7 @@ def _names(node: Any, path: str = "") -> Iterator[str]:
 
 
 def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
-    """The text that --help prints.
+    """The text that --help prints: choices, the files in recipes/conf that they name, and the classes of the options.
 
     Args:
         recipe: name of the recipe.
@@ -116,7 +132,7 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     """
     if "atari" in words:
         games = _wrapped("env=atari/<game>, where <game> is one of: " + ", ".join(GAMES), 2)
-        return "\n".join([games, *_table(_arguments(AtariConfig, "env.atari."))])
+        return f"{games}\n\n+env.atari.<option>=\n\n{_arguments(AtariConfig)}"
     config = compose_config(recipe, words, hydra=True)
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
     # in recipes.distributed, algorithm= chooses the group of hyperparameters
@@ -129,72 +145,36 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
             names = environments(algorithm) if group == "env" and algorithm else choices_of(group)
             allowed = schema.samplers if group == "sampler" else names
             parts.append(_wrapped(f"  {group}={choice}: " + ", ".join(each for each in names if each in allowed), 4))
-    parts.append("Options with their defaults; write the +, too, where there is one:")
-    comments = _comments(CONF / "run.yaml") | _comments(CONF / f"{recipe}.yaml")
-    own = {key: value for key, value in config.items() if key not in (*chosen, algorithm, "hydra")}
-    parts += _table(_listed("", own, comments))
+    parts += ["Options with their defaults; hydra.run.dir=<directory> is that of the run, -m seed=1,2,3 runs all", ""]
+    parts.append(_options(CONF / f"{recipe}.yaml"))
     if chosen.pop("algorithm", None):
         chosen[algorithm] = chosen["env"]
     for group, choice in chosen.items():
-        parts.append(f"\n{group}={choice}:")
+        parts += [f"{group}={choice}, options {group}.<option>=", "", _options(CONF / group / f"{choice}.yaml")]
         hint = get_type_hints(schema).get(group)
-        parts += _table(_rows(group, choice, config[group], next(filter(is_dataclass, get_args(hint)), hint)))
-    parts += _table([("hydra.run.dir=<directory>", "directory of the run"), ("-m seed=1,2,3", "all combinations")])
+        classes = [*filter(is_dataclass, (hint, *get_args(hint))), *[EventConfig] * (group == "env")]
+        if group == "sampler":
+            from recipes.common.replay import SAMPLERS  # imported late: it imports torch
+
+            classes = [SAMPLERS[config.sampler.name]]
+        for each in classes:
+            prefix = f"+{group}.events.<name>" if each is EventConfig else f"+{group}"
+            parts += [f"Options that the file does not list are set as {prefix}.<option>=", _arguments(each), ""]
     return "\n".join(parts)
 
 
-def _rows(group: str, choice: str, node: Any, type_: Any) -> Iterator[Row]:
-    """The options of a group: those in its file, then those that only its class has."""
-    yield from _listed(f"{group}.", node, _texts(type_) | _comments(CONF / group / f"{choice}.yaml"))
-    if is_dataclass(type_):
-        yield from _arguments(type_, f"+{group}.", node)
-    if group == "env":
-        yield from _arguments(EventConfig, "+env.events.<name>.")
-    if group == "sampler":
-        from recipes.common.replay import SAMPLERS  # imported late: it imports torch
-
-        own = "capacity", "td_error", "num_streams", "on_load"
-        yield from _arguments(SAMPLERS[node.name], "+sampler.", (*node, *own))
+def _arguments(type_: Any) -> str:
+    """The `Args:` section of a class's docstring."""
+    found = re.search(r"^Args:\n(?:[ \t]+.*\n?|\n)*", inspect.getdoc(type_) or "", re.MULTILINE)
+    return found[0].rstrip() if found else ""
 
 
-def _listed(prefix: str, node: Mapping[Any, Any], texts: Mapping[str, str]) -> Iterator[Row]:
-    for key, value in node.items():
-        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        yield f"{prefix}{key}={flow(plain)}", texts.get(key, "")
-
-
-def _arguments(type_: Any, prefix: str, others: Iterable[str] = ()) -> Iterator[Row]:
-    """The documented arguments of a class that have defaults, except `others`."""
-    texts = _texts(type_)
-    for name, parameter in inspect.signature(type_).parameters.items():
-        value, simple = parameter.default, isinstance(parameter.default, str | int | float | None)
-        if name in texts and name not in others and value is not parameter.empty and (simple or is_dataclass(type_)):
-            yield f"{prefix}{name}={flow(value) if simple else '...'}", texts[name]
-
-
-def _texts(type_: Any) -> dict[str, str]:
-    """The explanations in the `Args:` section of a class, by name, each in one line."""
-    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", inspect.getdoc(type_) or "", re.MULTILINE)
-    found = re.findall(r"^    (\w+): ((?:.*\n?)(?:^     +.*\n?)*)", section[1] if section else "", re.MULTILINE)
-    return {name: re.sub(r":\w+:`~?|`|\\", "", " ".join(text.split())) for name, text in found}
-
-
-def _comments(path: Path) -> dict[str, str]:
-    """The comments of the keys of a YAML file, and of the file whose settings it takes over (`defaults: [name]`)."""
+def _options(path: Path) -> str:
+    """The text of a YAML file with options, after that of the file whose settings it takes over."""
     text = path.read_text() if path.is_file() else ""
     parent = re.search(r"^defaults:(?: \[|\n  - )(\w+)\b(?!:)", text, re.MULTILINE)
-    before = _comments(path.with_stem(parent[1])) if parent and parent[1] != path.stem else {}
-    return before | dict(re.findall(r"^(\w+):.*? # (.*)$", text, re.MULTILINE))
-
-
-def _table(rows: Iterable[Row]) -> list[str]:
-    """Options and explanations in two columns; the explanation of a long option begins in the next line."""
-    lines = []
-    for option, text in rows:
-        fits = len(option) < COLUMN - 4
-        lines += [] if fits else [f"  {option}"]
-        lines.append(_wrapped(f"  {option if fits else '':<{COLUMN - 4}}  {text}", COLUMN))
-    return lines
+    before = _options(path.with_stem(parent[1])) if parent and parent[1] != path.stem else ""
+    return before + re.sub(r"^(defaults|hydra):.*\n(?: .*\n)*\n?", "", text, flags=re.MULTILINE)
 
 
 def _wrapped(text: str, indent: int) -> str:

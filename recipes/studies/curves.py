@@ -157,7 +157,8 @@ def curve_entries(looks: Mapping[str, figures.Look]) -> dict[str, tuple[Artist, 
 
 
 def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
-    """A sentence on what lines and bands are."""
+    """Sentences on what lines and bands are."""
+    groups = [*groups]
     sizes = sorted({len(runs) for runs in groups})
     each = f"smoothed over {window} evaluations" if window > 1 else ""
     if sizes[-1] == 1:
@@ -165,7 +166,10 @@ def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     # of fewer than four values, the interquartile mean is the mean
     mean = "interquartile mean" if sizes[-1] >= 4 else "mean"
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
-    return f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}; band: 95 % bootstrap interval over seeds."
+    lengths = [{int(run.steps[-1]) for run in runs if not run.stopped} for runs in groups]
+    end = " Runs differ in length: a line ends with its shortest run." if max(map(len, lengths)) > 1 else ""
+    note = f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}"
+    return f"{note}; band: 95 % bootstrap interval over seeds.{end}"
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Curve:

@@ -17,13 +17,14 @@ from matplotlib.figure import Figure
 
 from recipes.common.cli import parse_config
 from recipes.common.errors import ConfigError, did_you_mean
-from recipes.common.files import CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows, require_files
+from recipes.common.files import CONF, CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows, require_files
 from recipes.common.schemas import StudyConfig
 from recipes.studies import curves, figures
 from recipes.studies.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.studies.peaks import Peaks
 
 TABLE, FIGURE = "table.md", "figure"
+RESULTS = Path(__file__).resolve().parents[1] / "results"  # the published ones
 LINES = 4  # most variants beside the baseline in a panel of learning curves
 NEITHER = "neither reached"
 MEDIAN: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6, "linewidth": 1.6}
@@ -37,11 +38,13 @@ class Study:
         config: configuration of the study.
         rows: rows of runs.csv.
         runs: evaluations of the runs, by environment and variant, for those that have runs.
+        source: what `study=` must be to repeat it: its name, or its study.yaml if options replaced settings.
     """
 
     config: StudyConfig
     rows: Sequence[Mapping[str, str]]
     runs: Mapping[str, Mapping[str, list[Curve]]]
+    source: str
 
     def values(self, env: str, variant: str, of: Callable[[Curve], float]) -> np.ndarray:
         """The number that `of` computes from each run, [seeds]."""
@@ -86,7 +89,26 @@ def read_study(out: Path) -> Study:
         curve = every[row["env"], row["variant"], int(row["seed"])]
         found[row["env"], row["variant"]].append(replace(curve, column=config.column, **own))
     runs = {env: {name: found[env, name] for name in config.variants if found[env, name]} for env in config.envs}
-    return Study(config, rows, {env: variants for env, variants in runs.items() if variants})
+    preset, source = preset_of(config), config.name
+    if not out.resolve().is_relative_to(RESULTS) and (preset is None or preset != replace(config, seeds=preset.seeds)):
+        source = str(out / STUDY)
+    if preset is not None and preset.claims == config.claims:
+        config.claims = valid_claims(config, preset)
+    return Study(config, rows, {env: variants for env, variants in runs.items() if variants}, source)
+
+
+def preset_of(config: StudyConfig) -> StudyConfig | None:
+    """The study of this name in recipes/conf; None if there is none."""
+    path = CONF / "study" / f"{config.name}.yaml"
+    return parse_config(load_config(path), StudyConfig) if path.is_file() else None
+
+
+def valid_claims(config: StudyConfig, preset: StudyConfig) -> dict[str, dict[str, str]]:
+    """The claims of a study in recipes/conf that hold for its variation `config`, such as one with shorter runs."""
+    names = [name for name, words in config.variants.items() if words == preset.variants.get(name)]
+    if any(getattr(config, key) != getattr(preset, key) for key in ("recipe", "fixed", "column", "least", "in_a_row")):
+        names = []
+    return {env: {name: claims[name] for name in names if name in claims} for env, claims in config.claims.items()}
 
 
 def study_directory(name: str) -> Path:
@@ -95,11 +117,11 @@ def study_directory(name: str) -> Path:
     Raises:
         ConfigError: if there is no such directory.
     """
-    own, published = Path("runs/study"), Path(__file__).parents[1] / "results"
-    for place in (own / name, published / name, Path(name)):
+    own = Path("runs/study")
+    for place in (own / name, RESULTS / name, Path(name)):
         if (place / RUNS).is_file() or (place == Path(name) and place.is_dir()):
             return place
-    names = sorted({path.parent.name for place in (own, published) for path in place.glob(f"*/{RUNS}")})
+    names = sorted({path.parent.name for place in (own, RESULTS) for path in place.glob(f"*/{RUNS}")})
     hint = did_you_mean(name, names)
     raise ConfigError(f"study={name}: no finished runs there, in {own} or in the published results{hint}")
 
@@ -243,7 +265,7 @@ def provenance(study: Study) -> str:
     """Command, seeds, commits and versions of torch that produced the study."""
     seeds = sorted({int(row["seed"]) for row in study.rows})
     commits, versions = (sorted({row[key] for row in study.rows}) for key in ("commit", "torch"))
-    command = f"python -m recipes.study study={study.config.name}"
+    command = f"python -m recipes.study study={study.source}"
     return f"{command}; seeds {seeds[0]} to {seeds[-1]}; commit {', '.join(commits)}; torch {', '.join(versions)}"
 
 

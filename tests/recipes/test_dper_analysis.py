@@ -3,9 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from recipes.common.files import read_csv
@@ -89,18 +86,6 @@ def test_numbers_are_those_of_the_run(run_dir):
         mean = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean().item()
     assert numbers[:, 3].mean() == pytest.approx(mean, rel=0.02)
     np.testing.assert_allclose(numbers[:, 0], numbers[:, 1])
-
-
-def test_newest_transitions_are_the_last_to_be_written():
-    replay = TensorDictReplayBuffer(storage=LazyTensorStorage(10))
-    policy = TensorDictModule(torch.nn.Identity(), in_keys=["observation"], out_keys=["action"])
-    for start in (0, 8):  # the second one overwrites 0 to 5
-        difference = torch.arange(start, start + 8).unsqueeze(1).float().sqrt()
-        replay.extend(TensorDict({"observation": torch.zeros(8, 1), "action": difference}, [8]))
-    newest = {row["granularity"]: row["squared_difference"] for row in dper_analysis.of_newest(replay, policy)}
-    assert newest == pytest.approx(
-        {"newest 0.5": 13 / 10.5, "newest 0.25": 14 / 10.5, "newest 0.1": 15 / 10.5}, abs=1e-5
-    )
 
 
 def test_runs_that_do_not_serve(tmp_path, run_dir, refused):

@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
-from recipes.envs.grid import DOOR, DROP, FORWARD, KEY, LAVA, LEFT, LOCKED, OPEN, PICKUP, RIGHT, SPIKE, TOGGLE
+from recipes.envs.grid import DOOR, DROP, FORWARD, KEY, LAVA, LEFT, LOCKED, OPEN, PICKUP, SPIKE, TOGGLE
 from recipes.envs.minigrid_events import MiniGridEvents
 from recipes.envs.objects import ObjectWorld, ObstacleCourse, RandomizedSkill
 from recipes.envs.rooms import SHAPING, ThreeRooms, TwoRooms
@@ -69,16 +69,6 @@ def test_info_holds_a_bool_for_each_event(name):
             assert not any(info[event] for event in events)
         happened |= {event for event in events if info[event]}
     assert happened
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_renders(name):
-    env = make(name, render_mode="rgb_array")
-    env.reset(seed=0)
-    frame = env.render()
-    assert frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3
-    env.step(RIGHT)
-    assert not np.array_equal(env.render(), frame)
 
 
 @pytest.mark.parametrize("name", GRIDS)

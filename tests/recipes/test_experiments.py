@@ -56,13 +56,6 @@ def test_figures_are_drawn_again_from_the_csv_of_a_run(experiment, tmp_path, mon
     assert words[0] in refused(experiment.main, ["--out", str(tmp_path), words[0], "0"])
 
 
-def test_help_names_the_files(capsys):
-    with pytest.raises(SystemExit):
-        cliffwalk.main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"directory of cliffwalk.csv, .png and .svg (default: {Path('runs') / 'cliffwalk'})" in shown
-
-
 def test_the_random_search_is_summed_up_by_environment(tmp_path, capsys, refused):
     # settings i = 0 to 6 with the last return i, and a run with the preset's settings, which is left out
     rows = [

@@ -41,13 +41,11 @@ def test_runs_make_a_png_and_an_svg(tmp_path, drawn):
     ("words", "message"),
     [
         ([], "error: pass directories of runs"),
-        (["run", "--read", "a.csv"], "error: pass directories of runs"),
         (["run", "--smooth", "0"], "error: --smooth 0: must be at least 1"),
         (
             ["study=sset", "--smooth", "3", "--columns", "q_sum"],
             "study=sset: one study at a time, and no option but --baseline",
         ),
-        (["study=sset", "study=reaper"], "study=sset: one study at a time"),
         (["run", "--out", "figure.pdf"], "figures are written as .png and .svg"),
     ],
 )
@@ -80,19 +78,6 @@ def test_a_sampler_has_the_same_colour_and_marker_in_every_figure():
     every = figures.looks([*figures.LOOKS, *map(str, range(8))])
     assert len({*every.values()}) == len(every)
     assert len({look.color for look in figures.LOOKS.values()}) == len(figures.LOOKS)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("sset_per", "event tables + PER"),
-        ("alpha .4 omega .2", "α = 0.4, ω = 0.2"),
-        ("gap and goal, eta0 .9", "gap and goal, η₀ = 0.9"),
-        ("trust_region True", "trust_region True"),
-    ],
-)
-def test_labels_are_words(name, text):
-    assert figures.label(name) == text
 
 
 def test_directory_without_progress_is_a_clear_error(tmp_path, plot_refuses):
@@ -191,19 +176,11 @@ def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
     assert plot.read_run(runs[0], by=["env.reward_threshold"]).group == "reward_threshold null"
 
 
-def test_intervals_of_equal_or_single_values_have_no_width():
-    for values in (np.full((4, 2), 3.0), np.array([[3.0, 3.0]])):
-        low, high = curves.bootstrap_interval(values)
-        assert low.tolist() == high.tolist() == [3.0, 3.0]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("config.yaml", b"seed: [1", "config.yaml: damaged: "),
-        ("config.yaml", b"- 1\n", "config.yaml: damaged: a list instead of keys"),
         ("progress.csv", b"a,b\r\n1,2\r\n", "progress.csv: no column env_steps, return_mean, only a, b"),
-        ("progress.csv", b"env_steps\xff\xfe\r\n1\r\n", "progress.csv: not a CSV: "),
     ],
 )
 def test_damaged_files_are_named_in_one_line(tmp_path, plot_refuses, name, content, message):

@@ -14,17 +14,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes.common import files
-from recipes.common.cli import DONE, FAILED, INTERRUPTED
+from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
 from recipes.experiments import reliability
-from recipes.studies import plot, report, study
+from recipes.studies import report, study
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
 # not run yet; atari10 takes years of a CPU
 NOT_RUN = ("atari10", "reaper_50", "reaper_50_lunarlander", "sset_30")
+OF_EARLIER_CODE = ("dper_candidates", "dper_sac")  # their samplers are gone
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
 
@@ -137,32 +138,6 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert len(processes.started) == 1
 
 
-def test_rows_with_new_columns_extend_those_of_an_earlier_version(tmp_path):
-    files.append_rows(tmp_path / "runs.csv", [{"seed": 0}])
-    files.append_rows(tmp_path / "runs.csv", [{"seed": 1, "cpu_time": 2}])
-    found = files.read_csv(tmp_path / "runs.csv")
-    assert found == [{"seed": "0", "cpu_time": "nan"}, {"seed": "1", "cpu_time": "2"}]
-
-
-def test_curves_keep_further_columns(tmp_path, processes):
-    assert study.run_study(configuration(*ONE_SEED, "+study.also=[updates,wall_time]"), tmp_path) == DONE
-    curve = files.read_rows(tmp_path / files.CURVES)
-    assert {(row["updates"], row["wall_time"]) for row in curve} == {("0", "1.25"), ("7", "1.25")}
-    runs = plot.read_table(tmp_path / files.CURVES, ["return_mean", "updates"], ["variant"])
-    assert {run.group for run in runs} == {"uniform", "per", "rank", "reaper"}
-    assert {value for run in runs for value in run.values["updates"]} == {0.0, 7.0}
-
-
-def test_a_column_that_no_run_has_ends_the_study(tmp_path, processes):
-    """With the first run: no other is started."""
-    words = ["study.envs=[cartpole]", "seeds=5", "workers=1", "study.column=return_min"]
-    with pytest.raises(ConfigError, match=r"progress.csv has no column return_min, only env_steps, "):
-        study.run_study(configuration(*words), tmp_path)
-    assert len(processes.started) == 1 and not files.read_rows(tmp_path / files.RUNS)
-    # the mended command goes on
-    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
-
-
 @pytest.mark.parametrize("lost", [1, 60])
 def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
@@ -182,12 +157,8 @@ def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
     [
         "study.fixed=[]",
         "study.envs=[acrobot]",
-        "study.first_seed=1",
         "~study.variants.rank",
-        "study.variants.per=[]",
-        "study.recipe=td3",
         "study.in_a_row=2",
-        "+study.also=[updates]",
     ],
 )
 def test_another_study_needs_another_directory(tmp_path, processes, word):
@@ -202,24 +173,6 @@ def test_two_processes_cannot_run_one_study(tmp_path, processes):
     with locked(tmp_path), pytest.raises(ConfigError, match="another process runs there"):
         study.run_study(configuration(*ONE_SEED), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_a_killed_study_has_left_behind_is_left_alone(tmp_path, processes, capsys):
-    run_dir = tmp_path / "runs" / "cartpole" / "per" / "seed0"
-    run_dir.mkdir(parents=True)
-    with locked(run_dir):
-        assert study.run_study(configuration(*ONE_SEED), tmp_path) == FAILED
-        assert run_dir.is_dir()
-    assert "another process runs there" in run_dir.with_suffix(".log").read_text()
-    assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
-
-
-@pytest.mark.parametrize("content", ["", "[1, 2]", "[1", "letters: a\nname: b"])
-def test_a_directory_with_another_study_yaml(tmp_path, processes, content):
-    (tmp_path / files.STUDY).write_text(content)
-    with pytest.raises(ConfigError, match="study.yaml: damaged: " if "[" in content else "holds another study"):
-        study.run_study(configuration(*ONE_SEED), tmp_path)
-    assert (tmp_path / files.STUDY).read_text() == content
 
 
 def test_a_study_grows(tmp_path, processes):
@@ -263,10 +216,28 @@ def test_a_report(finished, drawn):
     assert by_variant["ReaPER"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
     # no run reached the threshold: all its steps, as a lower bound
     assert by_variant["uniform replay"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
-    assert "study=reaper; seeds 0 to 4; commit" in table
+    assert f"study={finished / files.STUDY}; seeds 0 to 4; commit" in table  # it has fewer variants
     assert "mean steps of the variant divided by the mean steps of PER, over the seeds that both have" in table
     assert table.startswith((finished / report.TABLE).read_text(encoding="utf-8"))
     assert {path.suffix for path in finished.glob("figure.*")} == {".png", ".svg"}
+
+
+@pytest.mark.parametrize(
+    ("word", "source", "claimed"),
+    [
+        ("seeds=1", "reaper", ["reaper"]),
+        ("study.variants.per=['sampler=per','+sampler.eps=.1']", None, ["reaper"]),
+        ("study.fixed=['dqn.total_steps=5000']", None, []),
+    ],
+)
+def test_a_varied_study_names_its_file_and_keeps_only_the_claims_that_hold(tmp_path, processes, word, source, claimed):
+    assert study.run_study(configuration("seeds=1", *[word] * (word != "seeds=1")), tmp_path) == DONE
+    found = report.read_study(tmp_path)
+    command = report.provenance(found).split(";")[0]
+    assert command == f"python -m recipes.study study={source or tmp_path / files.STUDY}"
+    assert [*found.config.claims["cartpole"]] == claimed
+    again = composed("study", command.split()[-1]).study
+    assert (again.fixed, again.variants) == (found.config.fixed, found.config.variants)
 
 
 def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of_the_table(finished):
@@ -275,19 +246,6 @@ def test_the_last_lines_compare_each_variant_with_the_baseline_in_the_numbers_of
         reaper = "ReaPER reached the threshold after 200 steps, PER after 300: 0.67 [0.67, 0.67] times as many"
         uniform = "uniform replay did not reach the threshold in ≥ 300 steps, PER after 300: ≥ 1.00 times as many"
         assert {f"{env}: {each} (5 seeds)" for each in (reaper, uniform)} <= {*sentences}
-
-
-def test_the_last_line_says_if_neither_reached_the_threshold_or_if_seeds_are_missing(finished):
-    found = report.read_study(finished)
-    cells_of(found, ["200+ 300+"] * 5)
-    assert (
-        "CartPole: ReaPER did not reach the threshold in ≥ 300 steps, PER after ≥ 200: neither reached it (5 seeds)"
-        in report.conclusions(found)
-    )
-    cells_of(found, ["200 300"] * 5)
-    found.runs["cartpole"]["reaper"].pop()
-    last = next(line for line in report.conclusions(found) if line.startswith("CartPole: ReaPER"))
-    assert last.endswith(": 1.50 [1.50, 1.50] times as many (4 seeds)")
 
 
 def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, processes, monkeypatch, capsys):
@@ -324,16 +282,6 @@ def test_the_figure_explains_lines_bands_and_marks(finished):
     )
     assert entries[:3] == ["uniform replay", "PER", "ReaPER"]
     assert entries[3:] == ["threshold", "run that did not reach the threshold", "lower bound of a median"]
-
-
-def test_what_was_written_twice_counts_once(finished):
-    path = finished / files.CURVES
-    before = report.read_study(finished)
-    path.write_text(path.read_text() + "\n".join(path.read_text().splitlines()[1:]) + "\n")
-    after = report.read_study(finished)
-    for env, variant, seed in (("cartpole", "reaper", 0), ("acrobot", "uniform", 4)):
-        first, second = (next(run for run in each.runs[env][variant] if run.seed == seed) for each in (before, after))
-        np.testing.assert_array_equal(first.steps, second.steps)
 
 
 def cells_of(found, steps):
@@ -383,7 +331,7 @@ def test_no_study_there(tmp_path, plot_refuses):
 
 def test_published_tables_are_those_of_the_published_runs():
     paths = sorted(RESULTS.glob(f"*/{files.RUNS}"))
-    assert [path.parent.name for path in paths] == [name for name in STUDIES if name not in NOT_RUN]
+    assert {path.parent.name for path in paths} == {*STUDIES, *OF_EARLIER_CODE} - {*NOT_RUN}
     for path in paths:
         found = report.read_study(path.parent)
         assert OmegaConf.structured(found.config).name == path.parent.name
