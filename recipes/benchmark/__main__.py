@@ -1,6 +1,7 @@
 """Measures what replay costs: writes, samples, whole updates, compile times and whole training loops.
 
     python -m recipes.benchmark                             # everything
+    python -m recipes.benchmark whole                       # an update of SAC, eager and as one graph
     python -m recipes.benchmark extend cycle
     python -m recipes.benchmark updates --only TorchRL "compiled uniform" "compiled PER"
     python -m recipes.benchmark cycle --only TorchRL PER "compiled PER" --batch-sizes 32
@@ -14,14 +15,19 @@ draws; TorchRL's uniform buffer and its PER; and the peers that are installed: c
 runs in TorchRL's TensorDictReplayBuffer; ", CompilableReplayBuffer" stands for that buffer, also in eager code;
 "compiled" for one graph (compile_step).
 
-The contenders of extend, cycle and updates take turns, so that other load on the host affects them equally. Everything
+Contenders take turns, except in compile and training, so that other load on the host affects them equally. Everything
 runs on one CPU thread. Times are CPU times: those in which a busy host suspends the process do not count. They are
-medians, but those of compile are of one call. Buffers are full and have wrapped around.
+medians, but those of compile are of one call. Buffers are full and, except in slices, have wrapped around.
 
+whole       The whole update of recipes.sac with PER, batch 256 and random data, at the largest capacity, in ms: with
+            TorchRL's buffer, PER and backward(), and that of the recipe in eager code, by torch.compile and by
+            compile_step.
 extend      Write of 1, 8 or 64 rows to a buffer with a stock storage, and add of one row. Compared with TorchRL's
             uniform buffer.
 cycle       Sample a batch and update its priorities from new TD errors. Compared with TorchRL's PER. Uniform draws,
             event tables and slices have no priorities to update. Compiled contenders run at the largest capacity only.
+slices      Write of 8 rows, then a draw of 256 slices of 4 steps, at 100,000, 1,000,000 and 4,000,000 slots: TorchRL's
+            SliceSampler, with and without cached values, and TrajectoryRetraceSampler.
 updates     Whole updates of recipes.dqn with random data, batch 128, at the largest capacity: sample, loss, gradients,
             optimizer, priorities. What a sampler adds is its time minus that of uniform draws. It is compared with what
             TorchRL's PER adds: its cycle minus TorchRL's uniform sample, both eager, with the same transitions.
@@ -64,7 +70,8 @@ from pathlib import Path
 
 from recipes.common.checked import positive
 
-MEASUREMENTS, ON_GPU = ("extend", "cycle", "updates", "compile", "training"), ("cycle", "updates")
+MEASUREMENTS = ("whole", "extend", "cycle", "slices", "updates", "compile", "training")
+ON_GPU = ("cycle", "updates")
 SMALLEST = 1000  # slots
 INTERRUPTED = 130  # exit code
 
@@ -81,13 +88,15 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, arg
     parser = argparse.ArgumentParser(prog="python -m recipes.benchmark", description=(__doc__ or "").splitlines()[0])
     add, numbers = parser.add_argument, {"type": positive, "nargs": "+"}
     add("words", type=word, nargs="*", metavar="MEASUREMENT", help=f"{', '.join(MEASUREMENTS)} [all]; device=cuda")
-    add("--capacities", **numbers, default=[10_000, 1_000_000], help="slots of the buffers [10000 1000000]")
+    add("--capacities", **numbers, help="slots of the buffers [10000 1000000; slices: 100000 1000000 4000000]")
     add("--batch-sizes", **numbers, default=[32, 256], help="of cycle and compile [32 256]")
     add("--calls", type=positive, default=300, help="measured calls; training makes 20 times as many steps [300]")
     add("--max-seconds", type=positive, default=math.inf, help="time after which nothing more begins")
     add("--only", nargs="+", metavar="NAME", default=[""], help="only contenders whose names begin with NAME")
     add("--out", type=Path, default=Path("runs/benchmark"), help="output directory [%(default)s]")
     options = parser.parse_args(arguments)
+    options.slice_capacities = options.capacities or [100_000, 1_000_000, 4_000_000]
+    options.capacities = options.capacities or [10_000, 1_000_000]
     smallest = max(SMALLEST, *options.batch_sizes)
     if min(options.capacities) < smallest:
         parser.error(f"argument --capacities: {min(options.capacities)}: must be >= {smallest}")
@@ -104,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser, options = parse(arguments)
     import torch
 
-    from recipes.benchmark import buffers, compile, replay, results, timing, training, updates
+    from recipes.benchmark import buffers, compile, replay, results, slices, timing, training, updates, whole
     from recipes.common.errors import ConfigError
     from recipes.common.run import find_device
 
@@ -115,8 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{error}")
     contenders = buffers.contenders(options.device)
     known = {
+        "whole": (whole.NAMES, whole.measure_whole),
         "extend": ([name for name, (_, mode) in contenders.items() if mode == buffers.EAGER], replay.measure_extend),
         "cycle": ([*contenders, *(replay.PEERS if options.device.type == "cpu" else ())], replay.measure_cycle),
+        "slices": (list(slices.SAMPLERS), slices.measure_slices),
         "updates": ([*updates.contenders(options.device)], updates.measure_updates),
         "compile": (compile.NAMES, compile.measure_compile),
         "training": (list(training.LOOPS), training.measure_training),

@@ -15,8 +15,10 @@ LIBRARIES = ("torch", "torchrl", "tensordict", "numba", "numpy", "gymnasium", "c
 UNIFORM_ONLY, PER_ONLY = "TorchRL uniform, cycle only", "TorchRL PER, cycle only"
 # measurement -> title of its table, header of a column
 TABLES = {
+    "whole": ("whole update, {capacity:,} slots, CPU ms (times {reference})", "{case}, batch {batch_size}"),
     "extend": ("write rows to {capacity:,} slots, µs (times {reference})", "{case} {written}"),
     "cycle": ("sample + update, {capacity:,} slots, µs (times {reference})", "batch {batch_size} {case}"),
+    "slices": ("write {written} rows, draw slices, µs (times {reference})", "{capacity:,} slots"),
     # times: what a sampler adds, divided by what TorchRL's PER adds
     "updates": ("update, {capacity:,} slots, µs (beyond uniform; times TorchRL's PER)", "{case}, batch {batch_size}"),
     "compile": ("compile write {written}, cycle {batch_size} of {capacity:,}, s (times {reference})", "{case} cache"),
@@ -29,9 +31,9 @@ class Row:
     """One number.
 
     Args:
-        measurement: "extend", "cycle", "updates", "compile" or "training".
-        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN", "TD3" or "SAC"; "" for cycles, "after a
-            write of 64" for those with a write.
+        measurement: "whole", "extend", "cycle", "slices", "updates", "compile" or "training".
+        case: what is measured: "add" or "extend"; "cold" or "warm"; "DQN", "TD3" or "SAC"; "" for slices and cycles,
+            "after a write of 64" for cycles with a write.
         contender: name of the measured buffer or loop.
         reference: name of the contender that this one is compared with.
         capacity: capacity of the buffer.
@@ -61,7 +63,8 @@ class Row:
 
     def cell(self) -> str:
         """The number, and in brackets its comparison."""
-        value = f"{self.microseconds / 1e6:.1f}" if self.measurement == "compile" else f"{self.microseconds:,.0f}"
+        scale = {"compile": 1e6, "whole": 1e3}.get(self.measurement)
+        value = f"{self.microseconds / scale:.1f}" if scale else f"{self.microseconds:,.0f}"
         notes = [f"{self.added:+,.0f}"] if self.added is not None else []
         notes += [f"{self.ratio:.2f}"] if self.ratio is not None else []
         return f"{value} ({'; '.join(notes)})" if notes else value

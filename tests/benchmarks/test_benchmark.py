@@ -100,6 +100,24 @@ def test_training_loops_are_measured_beside_torchrl(tmp_path):
     assert {row["contender"] for row in rows} == {"TorchRL", "recipe, uniform"}
 
 
+def test_the_whole_update_comes_first_and_is_compared_with_torchrl(tmp_path):
+    rows = run(tmp_path, "whole", *SMALL, "--only", "TorchRL", "recipe")["whole"]
+    assert [row["contender"] for row in rows][:2] == ["TorchRL", "recipe"] and float(rows[0]["ratio"]) == 1
+    assert {(row["batch_size"], row["capacity"], row["case"]) for row in rows} == {("256", "2000", "SAC")}
+    first = (tmp_path / "benchmark.md").read_text().splitlines()[0]
+    assert first.startswith("| whole update, 2,000 slots, CPU ms") and "SAC, batch 256" in first
+
+
+def test_draws_of_slices_are_measured_at_each_capacity(tmp_path):
+    sizes = ("--capacities", "1000", "2000", "--calls", "2")
+    rows = run(tmp_path, "slices", *sizes)["slices"]
+    names = {"TorchRL SliceSampler", "TorchRL SliceSampler, cached values", "slices"}
+    assert {(row["contender"], row["capacity"]) for row in rows} == {
+        (n, size) for n in names for size in ("1000", "2000")
+    }
+    assert {(row["batch_size"], row["written"]) for row in rows} == {("1024", "8")}
+
+
 def test_what_samplers_add_to_updates_is_compared_with_torchrl():
     times = {UNIFORM_ONLY: 100.0, PER_ONLY: 300.0, "compiled uniform": 1000.0, "compiled PER": 1050.0}
     references = (UNIFORM_ONLY, UNIFORM_ONLY, "compiled uniform", "compiled uniform")
@@ -150,9 +168,9 @@ def test_cycles_and_updates_are_measured_on_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["device=tpu"], "choose extend, cycle, updates, compile, training, device=cuda"),
+        (["device=tpu"], "choose whole, extend, cycle, slices, updates, compile, training, device=cuda"),
         (["extend", "device=cuda"], "extend runs on the CPU"),
-        (["sleep"], "sleep: choose extend, cycle"),
+        (["sleep"], "sleep: choose whole, extend"),
         (["--calls", "0"], "--calls"),
         (["--capacities", "100"], "must be >= 1000"),
         (["--batch-sizes", "5000", "--capacities", "2000"], "must be >= 5000"),
