@@ -43,7 +43,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--frames", type=int, default=6_000, help="frames of the environment [%(default)s]")
+    parser.add_argument("--frames", type=int, default=7_500, help="frames of the environment [%(default)s]")
     parser.add_argument(
         "--compile",
         choices=["step", "torch"],
