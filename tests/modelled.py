@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from tests.data import buffer_with
 from tests.events import NaiveTables
 from tests.reference import NaiveRanking
-from tests.samplers.experience import Environments, sorted_within, transitions
+from tests.samplers.experience import Environments, assert_draws_as_rebuilt, sorted_within, transitions
 from tests.settings import FLAT, HISTORY, LAYOUTS, Setting
 from torchrl_replay_ext import EventTables, EventTableSampler, FrameStackStorage, TrajectoryRetraceSampler
 
@@ -351,8 +351,8 @@ class Modelled:
     # --- comparing
 
     def check(self) -> None:
-        """Check that the buffer is consistent and matches the model."""
-        self.buffer.sampler.check_valid()
+        """Check that the buffer matches the model, and what it derives from its state."""
+        assert_draws_as_rebuilt(self.buffer)
         storage = self.buffer.storage
         if self.tables is not None and len(self.buffer):
             tables = self.tables_of()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.data import learn
+from tests.samplers.experience import assert_draws_as_rebuilt
 from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
 
 SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
@@ -53,7 +54,7 @@ def in_threads(*works):
 def test_threads_that_call_the_buffer(name, seconds):
     buffer = filled(name)
     in_threads(*((use_buffer, buffer, seconds / 2, first) for first in (1000, 10**6)))
-    buffer.sampler.check_valid()
+    assert_draws_as_rebuilt(buffer)
 
 
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper", "slices", "tables, proportional"])
@@ -74,7 +75,7 @@ def test_writes_and_updates_while_batches_are_drawn_ahead(name):
 
     in_threads((write,), (draw_and_update,), (draw_and_update,))
     buffer.synchronize()
-    buffer.sampler.check_valid()
+    assert_draws_as_rebuilt(buffer)
     stored = buffer.storage[:]["next", "number"].sort().values.tolist()
     assert stored == list(range(number - CAPACITY, number))
 
@@ -99,4 +100,4 @@ def test_processes_that_share_the_buffer(name, seconds):
         use_buffer(buffer, 0.1, 10**6)
     process.join()
     assert process.exitcode == 0
-    buffer.sampler.check_valid()
+    assert_draws_as_rebuilt(buffer)

@@ -190,8 +190,6 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
         assert_one_graph()
     if name in PRIORITIZED:
         assert int(buffer.sampler.stats()["dropped_updates"]) == int(buffer.sampler.stats()["rejected_updates"]) == 0
-    if "uniform, two" not in name:
-        buffer.sampler.check_valid()
 
 
 @pytest.mark.parametrize("way", ["eager", "reduce-overhead", "CudaGraphModule"])
@@ -247,7 +245,6 @@ def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
     assert_one_graph()
     # step() gives TD errors of up to 3,200
     assert float(buffer.sampler.stats()["max_priority"]) < 4_000
-    buffer.sampler.check_valid()
 
 
 def test_a_recorded_step_runs_once_per_call_and_draws_new_numbers():

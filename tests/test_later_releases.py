@@ -105,7 +105,6 @@ def test_a_rate_limit_combines_with_buffers_of_tensordicts(name, base):
         rb.sample(wait=True, timeout=0.01)
     rb.extend(random_rows(BATCH, first=2 * BATCH))
     learn(rb)
-    sampler.check_valid()
 
 
 # --- sample units and generations
@@ -175,4 +174,3 @@ def test_changing_stored_rows_by_generation_leaves_priorities_and_pending_update
     assert not torch.allclose(probabilities(rb), before)
     rb.extend(random_rows(CAPACITY, first=CAPACITY))
     assert rb.update_if_present(index=index, generation=generation, patch={}).updated_count == 0
-    rb.sampler.check_valid()

@@ -163,7 +163,6 @@ def test_a_list_without_a_size(name, storage):
     with pytest.raises(ValueError, match=rf"capacity=20\): the {storage.__name__} has no size and holds 21 rows"):
         rb.add(random_rows(1)[0])
     assert rb.sample(200)["index"].max() < CAPACITY
-    rb.sampler.check_valid()
     with pytest.raises(ValueError, match="holds 21 rows, more than the sampler's capacity"):
         TensorDictReplayBuffer(storage=rb.storage, sampler=SAMPLERS[name](CAPACITY)).sample(8)
 
@@ -292,7 +291,6 @@ def test_samplers_of_a_new_buffer_go_on_after_the_stored_rows(name):
     assert rb[:]["number"].tolist() == list(range(16))
     if name != "tables":
         assert set(rb.sample(400)["number"].tolist()) == set(range(16))
-    getattr(rb.sampler, "critic_sampler", rb.sampler).check_valid()
 
 
 def test_a_used_writer_keeps_its_position():

@@ -34,7 +34,6 @@ def test_all_implementations_store_the_same_frames(run, depth, shape, monkeypatc
                 assert f"row {apart} of" in outcome if apart >= 0 else "need all" in outcome
             outcomes.add(outcome)
         assert_equal(tensors_of(pool), tensors_of(other))
-        other.check_valid()
         for row, slot in enumerate(slots.tolist() if outcome is None else ()):
             written[slot] = torch.cat([before[row], after[row, -1:]]) if int(pool.counts[0]) == lost else None
         for slot, frames in written.items():

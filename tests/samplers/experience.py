@@ -108,6 +108,24 @@ def assert_priorities(buffer, priority: torch.Tensor | list[float], alpha: float
     torch.testing.assert_close(probabilities(buffer), expected / expected.sum(), rtol=1e-5, atol=1e-9)
 
 
+def assert_draws_as_rebuilt(buffer) -> None:
+    """Draws and probabilities are those of a copy that has derived all sums and orders from the saved state."""
+    found = []
+    for is_rebuilt in (False, True):
+        sampler = copy.deepcopy(buffer.sampler)
+        if is_rebuilt:
+            sampler.load_state_dict(buffer.sampler.state_dict())
+        if not len(buffer):
+            continue
+        sampler._rng = torch.Generator().manual_seed(0)
+        expected = sampler.probabilities(buffer.storage)
+        if bool(expected.sum() > 0):
+            index = sampler.sample(buffer.storage, 8 * getattr(sampler, "slice_len", 1))[0]
+            found.append([expected, torch.stack(index, -1) if isinstance(index, tuple) else index])
+    if found:
+        torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+
+
 def assert_same_state(state: dict, expected: dict) -> None:
     """Check that two state_dicts are bitwise equal."""
     assert state.keys() == expected.keys()

@@ -387,4 +387,3 @@ def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_rea
             assert (kind_of_wait, count, others) == ("copy to the CPU", 1, []) and "writers/event_table" in place
             learn(rb)
             assert not waits()
-        rb.sampler.check_valid()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
-from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
@@ -24,21 +23,6 @@ _PAGE = SumTree.PAGE
 def _free_ids(size: int, device: torch.device | str | None) -> Tensor:
     """The ids 0..size-1 as a stack of free ids, whose last element is their number."""
     return torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
-
-
-def _is_free(ids: Tensor) -> Tensor:
-    """True for each free id, bool [size]; AssertionError if an id is in the stack twice."""
-    check_counts("EpisodeIndex", ids[-1])
-    times = _times(ids[: int(ids[-1])], len(ids) - 1)
-    if int(times.max()) > 1:
-        raise AssertionError("EpisodeIndex: a free id is in the stack twice")
-    return times > 0
-
-
-def _times(ids: Tensor, size: int) -> Tensor:
-    """How often each of the ids 0..size-1 occurs, int64 [size]; IndexError for other ids."""
-    ids = ids.to(torch.int64)
-    return torch.zeros(size, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
 
 
 class EpisodeIndex(WriteObserver):
@@ -246,67 +230,3 @@ class EpisodeIndex(WriteObserver):
         for free in (self._records, self._pages):
             free.copy_(torch.arange(len(free), device=self._device))
         self._episode_sums.rebuild_()
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if sums, counts, records, positions or pages contradict each other. O(size)."""
-        self._tree.check_valid()
-        self._episode_sums.check_valid()
-        self.lanes.check_valid()
-        check_counts("EpisodeIndex", self._lane_next, self._updated_at)
-        if bool((self._updated_at > self._log.num_writes).any()):
-            raise AssertionError("EpisodeIndex: an episode was updated after the last write")
-        # from the slot after the last write on, the slots of the ring are in time order
-        layout, num_lanes, span = self._log.layout, self.lanes.num_lanes, self._span
-        slots = layout.slots_from((int(self._log.last_seen_step) + 1) % layout.steps, layout.size)
-        is_held = self._episode[slots] != self._none
-        if not torch.equal(is_held, self._log.generation[slots] > 0):
-            raise AssertionError("EpisodeIndex: an empty slot is in an episode, or a stored transition is in none")
-        slots = slots[is_held]
-        record, position = self._episode[slots].to(torch.int64), slots % num_lanes * span + slots // num_lanes
-        if self.lanes.assigned:
-            position = self._position[slots].to(torch.int64)
-        count = _times(record, self._none + 1)
-        if not torch.equal(count[:-1], self._count[:-1].to(torch.int64)):
-            raise AssertionError("EpisodeIndex: the number of transitions of an episode is wrong")
-        # of each transition, the number of earlier ones in its episode
-        number, order = torch.arange(len(slots), device=self._device), record.argsort(stable=True)
-        earlier = torch.empty_like(record).index_copy_(0, order, number - (count.cumsum(0) - count)[record[order]])
-        start = self._start[record].to(torch.int64)
-        if not torch.equal(position, start // span * span + (start + earlier) % span):
-            raise AssertionError("EpisodeIndex: the transitions of an episode are not consecutive")
-        if position.unique().numel() != position.numel():
-            raise AssertionError("EpisodeIndex: two slots have the same position")
-        mass = self._tree.get(position)
-        per_record = torch.zeros_like(self._episode_sums.leaves).index_add_(0, record, mass)
-        per_lane = torch.zeros_like(self._lane_total).index_add_(0, position // span, mass)
-        if not torch.equal(per_record, self._episode_sums.leaves) or not torch.equal(per_lane, self._lane_total):
-            raise AssertionError("EpisodeIndex: a sum differs from the sum over its transitions")
-        if int(self._tree.total()) != int(mass.sum()):
-            raise AssertionError("EpisodeIndex: an empty position has mass")
-        going_on = self._lane_episode[self._lane_episode != self._none]
-        in_use = (count[:-1] > 0).index_fill(0, going_on, True)
-        if not torch.equal(_is_free(self._records), ~in_use):
-            raise AssertionError("EpisodeIndex: the free records are wrong")
-        if not torch.equal(self._lane_episode != self._none, self.lanes.is_open()):
-            raise AssertionError("EpisodeIndex: the lanes with unfinished episodes are wrong")
-        # the position after the last transition of each lane
-        following = torch.arange(num_lanes, device=self._device) * span + self._lane_next % span
-        last = torch.full_like(following, -1).scatter_reduce_(0, position // span, number, "amax")
-        lanes = (last >= 0).nonzero().squeeze(1)
-        after = lanes * span + (position[last[lanes]] + 1) % span
-        if self.lanes.assigned and not torch.equal(following[lanes], after):
-            raise AssertionError("EpisodeIndex: the next position of a lane is wrong")
-        following[lanes] = after
-        start = self._start[going_on].to(torch.int64)
-        end = start // span * span + (start + count[going_on]) % span
-        if not torch.equal(end, following[self._lane_episode != self._none]):
-            raise AssertionError("EpisodeIndex: an unfinished episode is not the last one of its lane")
-        if self.lanes.assigned:
-            num_pages = len(self._pages) - 1
-            held = _times(self._tree.pages, num_pages + 1)[:-1]
-            if int(held.max()) > 1 or not torch.equal(_is_free(self._pages), held == 0):
-                raise AssertionError("EpisodeIndex: the free pages are wrong")
-            in_use = torch.cat([position, following[following % _PAGE != 0]]) // _PAGE
-            has_page = torch.zeros_like(self._tree.pages, dtype=torch.bool).index_fill_(0, in_use, True)
-            if not torch.equal(self._tree.pages != num_pages, has_page):
-                raise AssertionError("EpisodeIndex: the pages do not cover the positions in use")

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode
 from torchrl_replay_ext.core.conditions import AdaptiveCondition
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, UNSENT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
 
@@ -303,49 +302,6 @@ class EventTables(Mapping[str, EventTable]):
             self.free[queue % self.num_slots] = torch.from_numpy(slots).to(self.free.dtype)
         elif len(slots):
             self._restart_ring(size, int(slots[0]))
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if lists, positions, counts and free slots are inconsistent. O(slots)."""
-        check_counts("EventTables", self.counters, self.capacities, self.counts, self.classes)
-        slot_at, places = self.slot_at.numpy(), self.places.numpy()
-        if self.counts[0] > self.num_slots or (self.first and self.capacities[0] != self.num_slots):
-            raise AssertionError("EventTables['default']: there are more entries than slots, or the capacity is wrong")
-        if self.first and not np.array_equal(slot_at[: self.num_slots], np.arange(self.num_slots)):
-            raise AssertionError("EventTables['default']: a slot is not at its own position")
-        for number in range(self.first, len(self.names)):
-            table, place = self[self.names[number]], places[number - self.first]
-            name, count = f"EventTables[{self.names[number]!r}]", len(table)
-            begin, end = self.begins[number : number + 2].tolist()
-            held, entries = np.flatnonzero(place >= 0), slot_at[begin : begin + count]
-            if not max(count, 1) <= table.capacity <= self.most[number]:
-                raise AssertionError(f"{name}: there are more entries than the capacity, which is out of range")
-            if not np.array_equal(np.sort(entries), held) or (slot_at[begin + count : end] >= 0).any():
-                raise AssertionError(f"{name}: the entries are not the slots that have a place in the table")
-            if not np.array_equal(place[entries], np.arange(begin, begin + count)):
-                raise AssertionError(f"{name}: a slot has the place of another one")
-            order = table.index().cpu().numpy()
-            chain = [-1, *(place[order] - int(self.begins[self.first])), -1]
-            heads, (older, newer) = self.heads[:, number].tolist(), self.links.numpy()[:, chain[1:-1]].tolist()
-            is_chain = heads == [chain[1], chain[-2]] and older == chain[:-2] and newer == chain[2:]
-            if not np.array_equal(np.sort(order), held) or not is_chain:
-                raise AssertionError(f"{name}: the order of the entries is broken")
-        if self.is_pinned:
-            self._check_pinned(places)
-
-    def _check_pinned(self, places: np.ndarray) -> None:
-        head, tail = self.counters[[FREE_HEAD, FREE_TAIL]].tolist()
-        if not 0 <= tail - head <= self.num_slots:
-            raise AssertionError("EventTables: there are more free slots than slots")
-        is_held = (places >= 0).any(0)
-        free = self.free.numpy()[np.arange(head, tail) % self.num_slots]
-        if not np.array_equal(np.sort(free), np.flatnonzero(~is_held)):
-            raise AssertionError("EventTables: the free slots are not the slots that no table holds")
-        if self.classes.numel():
-            expected = torch.zeros_like(self.classes)
-            held = torch.cat([self.places >= 0, torch.from_numpy(is_held).unsqueeze(0)])
-            expected.index_add_(1, class_of(self.places[1:]), held.to(torch.int64))
-            if not torch.equal(self.classes, expected):
-                raise AssertionError("EventTables: the counts of the classes are wrong")
 
 
 def class_of(places: Tensor) -> Tensor:

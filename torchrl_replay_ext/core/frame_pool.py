@@ -155,13 +155,3 @@ class FramePool:
         for tensor in (self._ids, self._streams, self.counts):
             tensor.zero_()
         self._rebuild()
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if reference counts, free places and ids contradict each other. O(size)."""
-        if bool((self._streams[2] > self.counts[2]).any()):
-            raise AssertionError("FramePool: the last transition of a trajectory is yet to come.")
-        references, free = self._counted()
-        if not torch.equal(references, self._references):
-            raise AssertionError("FramePool: the reference counts are wrong.")
-        if not torch.equal(free.flip(0), self._free[: self._free[-1]].sort().values):
-            raise AssertionError("FramePool: the free places are wrong.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, is_traced
-from torchrl_replay_ext.core.layout import Layout, check_counts
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.kernels.lanes_layout import (
     CAREFUL,
     CHAIN,
@@ -20,7 +20,6 @@ from torchrl_replay_ext.kernels.lanes_layout import (
     TOO_MANY,
     TRAJECTORY,
     UNCHECKED,
-    WRITTEN,
 )
 from torchrl_replay_ext.kernels.ops import Kernel, Views
 
@@ -136,10 +135,6 @@ class Lanes:
     def tensors(self) -> dict[str, Tensor]:
         """The state by name."""
         return {"lanes": self._state, "interrupted": self.interrupted}
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if a count is out of range."""
-        check_counts("Lanes", self._state[WRITTEN], self._state[OPEN])
 
     def clear_(self) -> None:
         """Forget all trajectories."""

@@ -10,16 +10,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import raise_if
 
-# more writes, draws or rows than any run has; sums of such numbers fit into int64
-MOST = 2**48
-
-
-def check_counts(owner: str, *counts: Tensor) -> None:
-    """Raise AssertionError if a number of writes or rows is negative, or larger than that of any run."""
-    numbers = torch.cat([count.reshape(-1).to("cpu", torch.int64) for count in counts])
-    if bool(((numbers < 0) | (numbers > MOST)).any()):
-        raise AssertionError(f"{owner}: a count is out of range")
-
 
 class Layout(NamedTuple):
     """The slots of a buffer, numbered in row-major order.

@@ -100,18 +100,3 @@ class Priorities(WriteObserver):
             self._updated.leaves.zero_()
             self._updated.rebuild_()
             self.recount(torch.arange(len(self.of_slot), device=self.of_slot.device))
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""
-        if bool(((self._log.generation == 0) & (self.of_slot != 0)).any()):
-            raise AssertionError("Priorities: an empty slot has a priority")
-        if not self.largest.item() > 0:
-            # a new transition has its negative as priority, by which it is told from those that were updated
-            raise AssertionError("Priorities: the largest priority is not positive")
-        # the priority of a new transition is the largest priority at the time of its write
-        if self.of_slot.max().item() > self.largest.item() * (1 + _ROUNDING):
-            raise AssertionError("Priorities: a priority exceeds the largest priority")
-        if self._updated is not None:
-            self._updated.check_valid()
-            if not torch.equal(self._updated.leaves[: len(self.of_slot)], self._bits(self.of_slot)):
-                raise AssertionError("Priorities: the largest priority does not match the priorities in the buffer")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
@@ -135,17 +134,3 @@ class RankBuckets:
         self._place[order] = torch.arange(self._size, device=order.device) - origin
         self._top.fill_(self._size)
         rank_rebuild(*self._views())
-
-    def check_valid(self, priority: Tensor, stored: Tensor) -> None:
-        """Raise AssertionError if the state is inconsistent; see :meth:`rebuild`. O(N)."""
-        self.refresh()
-        expected = copy.deepcopy(self)
-        expected.rebuild(priority, stored)
-        if not torch.equal(self._bucket, expected._bucket):
-            raise AssertionError("RankBuckets: a transition is in a wrong bucket")
-        if not torch.equal(self._counts, expected._counts):
-            raise AssertionError("RankBuckets: a count is wrong")
-        slots = stored.nonzero().squeeze(1)
-        rank, numbers = self.rank_of(slots), torch.arange(len(slots), device=slots.device)
-        if not torch.equal(rank.sort().values, numbers) or not torch.equal(self.find(rank), slots):
-            raise AssertionError("RankBuckets: a place is assigned to another slot")

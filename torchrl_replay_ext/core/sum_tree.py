@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -243,19 +242,6 @@ class SumTree:
         """Recompute all sums from the leaves."""
         tree_rebuild(*self.views())
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if a mass is out of range, or a sum or a minimum does not agree with the leaves."""
-        if int(self.leaves.min()) < 0 or int(self.leaves.max()) > self.largest_mass:
-            raise AssertionError("SumTree: a mass is negative or too large")
-        if int(self.get(torch.arange(self.capacity, device=self.leaves.device)).sum()) != int(self.leaves.sum()):
-            raise AssertionError("SumTree: a mass that belongs to no leaf")
-        expected = copy.deepcopy(self)
-        expected.rebuild_()
-        if not torch.equal(self.nodes, expected.nodes):
-            raise AssertionError("SumTree: a sum does not agree with the leaves")
-        if not torch.equal(self.minima, expected.minima):
-            raise AssertionError("SumTree: a minimum does not agree with the leaves")
-
 
 class PowerMasses(NamedTuple):
     """The masses d^alpha of a sum tree, which the kernels of writes and updates change together with the priorities d.
@@ -302,8 +288,3 @@ class MaxTree:
     def rebuild_(self) -> None:
         """Recompute all maxima from the leaves."""
         tree_rebuild_maxima(self.leaves, self.nodes, self.capacity)
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the maximum does not agree with the leaves."""
-        if int(self.max()) != int(self.leaves.max()):
-            raise AssertionError("MaxTree: the maximum does not agree with the leaves")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, read
-from torchrl_replay_ext.core.layout import Layout, check_counts
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn
@@ -171,11 +171,3 @@ class WriteLog(WriteObserver):
         self.draws[:1].add_(1)
         self.draws[1:].copy_(self.num_writes)
         self._is_used.fill_(False)
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the log is inconsistent. O(N)."""
-        check_counts("WriteLog", self.generation, self.num_writes, self.last_seen_step + 1)
-        if bool((self.generation > self.num_writes).any()):
-            raise AssertionError("WriteLog: the generation of a slot is larger than the number of writes")
-        if int(self.last_seen_step) >= self.layout.steps:
-            raise AssertionError("WriteLog: the last write ended beyond the storage")

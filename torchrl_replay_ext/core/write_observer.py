@@ -53,6 +53,3 @@ class WriteObserver:
 
     def rebuild(self) -> None:
         """Recompute derived state after :meth:`tensors` were replaced."""
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""

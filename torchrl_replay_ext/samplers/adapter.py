@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -136,9 +136,14 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     @outside_inference_mode()
     def _set_up(self, layout: Layout) -> None:
+        self._use(self._make_state(layout))
+
+    def _make_state(self, layout: Layout) -> SamplerState:
         make = self._make_priorities, self.make, self._make_observers
-        self.state = SamplerState(self.owner, layout, *make, self.hyperparameters)
-        self.layout, self.distribution = layout, self.state.distribution
+        return SamplerState(self.owner, layout, *make, self.hyperparameters)
+
+    def _use(self, state: SamplerState) -> None:
+        self.state, self.layout, self.distribution = state, state.layout, state.distribution
 
     def observe(self, make: MakeObserver) -> None:
         """Add an observer of writes. Its state is saved and restored with the sampler."""
@@ -180,18 +185,18 @@ class DistributionSampler(ShowsArguments, Sampler):
             self._set_up(layout)
             if state is not None:
                 self.load_state_dict(state)
-        self._require_rows_of(storage)
+        self._require_stored(name, self.state.log.generation, storage)
         self.layout, self._bound = layout, storage
         # named separately, because a distribution may be defined outside this package
         mark_static(vars(self), vars(self.distribution))
 
-    def _require_rows_of(self, storage: Storage) -> None:
-        """Raise ValueError if the state has rows that the storage does not hold."""
+    def _require_stored(self, call: str, generation: Tensor, storage: Storage) -> None:
+        """Raise ValueError if a state has rows, at the slots of positive ``generation``, that the storage lacks."""
         length = _torchrl.length(storage)
-        beyond = self.state.log.generation[length:].nonzero()
+        beyond = generation[length:].nonzero()
         if len(beyond):
             raise ValueError(
-                f"{self.owner}: the sampler's state has a row in slot {length + int(beyond[0])}, but the storage holds "
+                f"{call}: the sampler's state has a row in slot {length + int(beyond[0])}, but the storage holds "
                 f"{length} rows. Load the states of one buffer, that of the storage first (rb.load_state_dict does)."
             )
 
@@ -410,11 +415,6 @@ class DistributionSampler(ShowsArguments, Sampler):
         scalars = {key: value.to(self.layout.device, torch.float32).reshape(()) for key, value in values.items()}
         return TensorDict(scalars, device=self.layout.device)
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if parts of the state contradict each other. O(N)."""
-        with self.exclusive():
-            self.state.check_valid()
-
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that sampling depends on, as tensors."""
         with self.exclusive():
@@ -423,12 +423,6 @@ class DistributionSampler(ShowsArguments, Sampler):
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
         return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64, device="cpu")}
 
-    def trial_copy(self) -> Any:
-        """A copy for the same storage, which refuses the states that this sampler refuses."""
-        trial = copy.deepcopy(self)
-        trial._bound = self._bound
-        return trial
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place.
 
@@ -436,32 +430,35 @@ class DistributionSampler(ShowsArguments, Sampler):
         used with its storage yet, the first use is.
 
         Raises:
-            ValueError: if the state does not fit; nothing is changed then.
+            ValueError: if the state does not fit by its entries, their shapes and dtypes, and the number of slots;
+                nothing is changed then.
         """
-        name = f"{self.owner}.load_state_dict"
-        # a damaged state is found in a copy; on the CPU, where an index out of range is an error that can be caught
-        trial = copy.deepcopy(self)
-        trial._set_up(self.layout._replace(device=torch.device("cpu")))
-        try:
-            trial._load(name, state_dict)
-            trial.state.check_valid()
-        except (AssertionError, IndexError, RuntimeError) as error:
-            raise saved_state.contradiction(name, error) from error
-        if self._bound is not None:
-            trial._require_rows_of(self._bound)
-        self._load(name, state_dict)
+        call = f"{self.owner}.load_state_dict"
+        shape, state, num_writes = saved_state.shape_of(call, state_dict), self.state, int(self.state.log.num_writes)
+        # the state of an empty sampler fits any storage
+        is_empty = shape != self.layout.shape and not bool(state_dict["generation"].any())
+        if shape != self.layout.shape and not is_empty:
+            self._require_capacity(call, shape)
+            state = self._make_state(self.layout._replace(shape=shape, known=True))
+        state.require_fitting(call, state_dict, self.distribution.settings if is_empty else None)
+        if self._bound is not None and not is_empty:
+            self._require_stored(call, state_dict["generation"], self._bound)
+        self._use(state)
+        if is_empty:
+            state.clear()
+        state.load(state_dict, self.distribution.settings if is_empty else state.tensors(), num_writes)
         mark_static(vars(self), vars(self.distribution))
 
-    def _load(self, call: str, state: dict[str, Any]) -> None:
-        saved_state.require_keys(call, state, {*self.state.tensors(), *self.hyperparameters, "storage_shape"})
-        layout = saved_state.layout_of_state(call, state, self.layout)
-        num_writes = int(self.state.log.num_writes)
-        if layout not in (None, self.layout):
-            self._set_up(layout)
-        if layout is None:
-            self.state.clear()
-        keys = self.distribution.settings if layout is None else self.state.tensors()
-        self.state.load(call, state, keys, num_writes)
+    def _require_capacity(self, call: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if a state for a storage of another ``shape`` cannot be loaded."""
+        own, size = self.layout.shape if self.layout.known else None, math.prod(shape)
+        if own is None and (self.capacity is None or size <= self.capacity):
+            return
+        own = (self.capacity,) if own is None else own
+        raise ValueError(
+            f"{call}: the state is for a storage of {size} slots, shape {shape}, and this sampler for one of "
+            f"{math.prod(own)} slots, shape {own}. Create the buffer with the capacity with which the state was saved."
+        )
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""

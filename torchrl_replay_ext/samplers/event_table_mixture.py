@@ -379,17 +379,6 @@ class EventTableMixture(Distribution):
         self._seen.fill_(-1)
         self._shares.rebuild()
 
-    def check_valid(self) -> None:
-        self.sync()
-        self._tree.check_valid()
-        self._tables.check_valid()
-        self._shares.check_valid()
-        positions = self._view.positions(self._log.stored_slots())
-        held, drawn = positions[positions >= 0], (self._tree.leaves > 0).nonzero().squeeze(1)
-        is_complete = not len(self._power[0]) and self._is_bound
-        if not bool(torch.isin(drawn, held).all()) or (is_complete and len(drawn) != len(held)):
-            raise AssertionError("EventTableMixture: the entries that can be drawn are not those of the tables")
-
     def stats(self) -> dict[str, Tensor]:
         names, eta = self._tables.names, self._shares.current
         stats = {f"size_{name}": size for name, size in zip(names, self._view.counts, strict=True)}

@@ -72,11 +72,6 @@ class PowerDistribution(Distribution):
     def rebuild(self) -> None:
         self._tree.rebuild_()
 
-    def check_valid(self) -> None:
-        self._tree.check_valid()
-        if bool(((self._tree.leaves[: self._size] > 0) & ~self.is_drawable()).any()):
-            raise AssertionError(f"{type(self).__name__}: a slot has a mass, but is empty or must not be drawn")
-
 
 def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
     """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""

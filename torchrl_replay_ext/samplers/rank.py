@@ -25,12 +25,6 @@ STEP = 0.01
 Segments = Literal["exact", "piecewise"]
 
 
-def check_alpha(table_alpha: Tensor, alpha: Hyperparameter) -> None:
-    """Raise AssertionError if the exponent of a table of r^-alpha is none that ``alpha`` has had."""
-    if not 0 <= table_alpha.item() <= alpha.bound:
-        raise AssertionError(f"alpha of the ranks, {table_alpha.item()}, is not in [0, {alpha.bound}]")
-
-
 class RankBased(Distribution):
     """P(i) = rank(i)^−α / Σ_r r^−α; see :class:`~torchrl_replay_ext.RankBasedSampler`.
 
@@ -81,10 +75,6 @@ class RankBased(Distribution):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
-
-    def check_valid(self) -> None:
-        check_alpha(self._table_alpha, self._alpha)
-        self._ranks.check_valid(self._priorities.of_slot, self.is_drawable())
 
     def rebuild(self) -> None:
         self._ranks.rebuild(self._priorities.of_slot, self.is_drawable())

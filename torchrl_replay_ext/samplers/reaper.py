@@ -83,12 +83,6 @@ class Rejection(WriteObserver):
         mean, weight = self._acceptance.unbind()
         return torch.where(weight > 0, mean / weight, 1.0)
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if a running mean is out of range."""
-        mean, weight = self._acceptance.unbind()
-        if not bool(((mean >= 0) & (mean <= weight) & (weight <= 1)).all()):
-            raise AssertionError("the acceptance of a table is out of range")
-
     def clear(self) -> None:
         """Reset the running means."""
         self._acceptance.zero_()

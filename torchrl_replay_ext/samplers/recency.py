@@ -68,11 +68,6 @@ class Recency(Distribution):
         self._tree.leaves[: len(self._log.generation)] = (self._log.generation > 0).to(torch.int64)
         self._tree.rebuild_()
 
-    def check_valid(self) -> None:
-        self._tree.check_valid()
-        if not torch.equal(self._tree.leaves.nonzero()[:, 0], self.stored_slots()):
-            raise AssertionError("Recency: the slots in the tree differ from the stored slots")
-
 
 class RecencySampler(DistributionSampler):
     r"""Draws newer transitions more often: P decreases geometrically with age.

@@ -397,17 +397,22 @@ class SamplerState:
             tensors |= part.tensors()
         return tensors
 
-    def load(self, call: str, state: Mapping[str, Tensor], keys: Iterable[str], num_writes: int) -> None:
-        """Restore the entries ``keys`` and the hyperparameters; there were ``num_writes`` writes before.
+    def require_fitting(self, call: str, state: Mapping[str, Any], keys: Iterable[str] | None) -> None:
+        """Raise ValueError unless a state has the entries of this one; of these, only ``keys`` must have its shapes.
 
-        ValueError if one of them cannot be loaded. Then a part may have been loaded.
+        ``call`` names the method in errors. ``keys``: None for all entries.
         """
-        tensors = self.tensors()
-        tensors = {key: tensors[key] for key in keys}
+        tensors = self.tensors() | {"storage_shape": torch.zeros(len(self.layout.shape), dtype=torch.int64)}
+        if keys is not None:
+            tensors = {key: tensor if key in keys else state.get(key, tensor) for key, tensor in tensors.items()}
         exponents = {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
         saved_state.require_fitting(call, state, tensors | exponents)
-        for key, tensor in tensors.items():
-            tensor.copy_(state[key])
+
+    def load(self, state: Mapping[str, Tensor], keys: Iterable[str], num_writes: int) -> None:
+        """Restore the entries ``keys`` and the hyperparameters; there were ``num_writes`` writes before."""
+        for key, tensor in self.tensors().items():
+            if key in keys:
+                tensor.copy_(state[key])
         for key, hyperparameter in self._hyperparameters.items():
             hyperparameter.load(state[key])
         self.refresh_limit()
@@ -437,11 +442,3 @@ class SamplerState:
             **{name: hyperparameter.value for name, hyperparameter in self._hyperparameters.items()},
             **self.distribution.stats(),
         }
-
-    def check_valid(self) -> None:
-        """Raise AssertionError if the state is inconsistent. O(N)."""
-        largest = self.priorities.largest_so_far()
-        if largest > np.float32(self.distribution.max_supported_priority):
-            raise AssertionError(f"the largest priority is {shown(largest)}, which is too large for this alpha")
-        for part in (self.log, *self._parts):
-            part.check_valid()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
-from torchrl_replay_ext.core.layout import check_counts
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
@@ -228,41 +227,6 @@ class SliceStarts(Distribution):
         self.starts.rebuild_()
         if self._reader.on_load == "truncate":
             self.lanes.end_all()
-
-    def check_valid(self) -> None:
-        layout, step, time = self._log.layout, int(self._log.last_seen_step), int(self._time)
-        stored, end = self._log.generation > 0, (step + 1) * layout.slots_per_step
-        # the rows of a write that was refused later are not stored
-        if step >= 0 and bool(stored[time % self._size]) and (end - time - 1) % self._size:
-            raise AssertionError("SliceStarts: the last row is not in the last step of the ring")
-        self.starts.check_valid()
-        self.lanes.check_valid()
-        check_counts("SliceStarts", self._time + 1, self._rows, self._run)
-        if not torch.equal(self.starts.leaves[: self._size], self._find_starts(stored)):
-            raise AssertionError("SliceStarts: the starts of slices are wrong")
-        slots = torch.arange(self._size, device=self._device)
-        following = self._next.to(torch.int64)
-        followed = following != slots
-        if not bool(stored[following[followed]].all() and stored[followed].all()):
-            raise AssertionError("SliceStarts: an empty slot has a successor or is one")
-        age, most = (self._time - slots) % self._size, following[followed].bincount(minlength=1).max()
-        if int(most) > 1 or not bool((age[following] < age)[followed].all()):
-            raise AssertionError("SliceStarts: a successor is that of two transitions, or older than its predecessor")
-        # the newest rows of each lane, the oldest first; those that are still stored follow one another
-        order = (self._rows.unsqueeze(1) + torch.arange(self._slice_len, device=self._device)) % self._slice_len
-        times = self._recent.gather(1, order)
-        is_live = (self._time - times >= 0) & (self._time - times < self._size)
-        rows, successor = times % self._size, following[times % self._size]
-        goes_on = successor[:, :-1] == rows[:, 1:]
-        # of an unfinished episode, the last ``run`` rows are linked, and no others to them
-        run, is_open = self._run.unsqueeze(1), self.lanes.is_open().unsqueeze(1)
-        steps = torch.arange(self._slice_len, 1, -1, device=self._device)
-        is_right = (goes_on & ~(is_open & (run == steps - 1))) | ((run < steps) & (successor[:, :-1] == rows[:, :-1]))
-        is_right &= is_live[:, 1:] & (times[:, 1:] > times[:, :-1]) & ~(is_open & (run == 0))
-        is_last = (successor == rows)[:, -1] & stored[rows[:, -1]]
-        is_right = torch.cat([is_right, is_last.unsqueeze(1)], 1) | ~is_live
-        if not bool(is_right.all() & (times <= self._time).all()):
-            raise AssertionError("SliceStarts: the newest transitions of a lane do not follow one another")
 
     def stats(self) -> dict[str, Tensor]:
         """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""

@@ -92,12 +92,6 @@ class TableShares:
         self._is_annealed = not torch.equal(self.state[1], self.state[2])
         self.current.copy_(self.state[0])
 
-    def check_valid(self) -> None:
-        """Raise AssertionError if η is out of range, or the schedule has no length."""
-        eta, steps = self.state[:3], self.state[3]
-        if not bool(((eta >= 0) & (eta <= 1)).all() and steps[0] >= 0 and steps[-1] >= 1):
-            raise AssertionError("EventTableSampler: eta is out of range")
-
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
         self.state, self.current = self.state.to(device), self.current.to(device)

@@ -14,7 +14,7 @@ from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.kernels.ops import as_tensor, rank_tabulate
 from torchrl_replay_ext.samplers.event_table_mixture import EventTableMixture
-from torchrl_replay_ext.samplers.rank import STEP, check_alpha
+from torchrl_replay_ext.samplers.rank import STEP
 from torchrl_replay_ext.samplers.reaper import Rejection
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 
@@ -100,12 +100,6 @@ class ByRank(EventTableMixture):
     def tensors(self) -> dict[str, Tensor]:
         places = {f"place_{number}": ranks.tensors()["place"] for number, (_, ranks) in enumerate(self._ranks)}
         return super().tensors() | {"table_alpha": self._table_alpha, **places}
-
-    def check_valid(self) -> None:
-        super().check_valid()
-        check_alpha(self._table_alpha, self._alpha)
-        for table, ranks in self._ranks:
-            ranks.check_valid(*self._state(table))
 
 
 class ByReliability(EventTableMixture):

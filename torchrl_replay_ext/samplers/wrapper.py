@@ -71,7 +71,6 @@ class SamplerWrapper(ShowsArguments, Sampler):
     extend = _by_all("extend", "Called after a write of several rows.")
     mark_update = _by_all("mark_update", "Called by the writer after it has written slots.")
     discard = _by_all("discard", "Remove rows: they were overwritten by a write that failed.")
-    check_valid = _by_all("check_valid", "Raise AssertionError if parts of the state contradict each other. O(N).")
 
     @property
     @abstractmethod

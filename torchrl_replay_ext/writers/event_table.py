@@ -419,11 +419,9 @@ class EventTableWriter(CompilableWriter):
                 f"{name}: the state is for the tables {state_dict['described']}, this writer has {self._described()} "
                 "(retention first); create it with the same events and retention."
             )
-        saved_state.require_keys(name, saved, {*tables.tensors(), "open"} if saved else set())
-        num_slots = saved["number"].numel() if saved else 0
+        num_slots = len(saved["number"]) if saved else 0
         if saved:
-            saved_state.require_valid_tables(name, saved, tables, num_slots)
-            saved_state.require_open_episodes(name, saved["open"], num_slots)
+            saved_state.require_fitting_tables(name, saved, tables, num_slots)
         super().load_state_dict(state_dict)
         tables.clear()
         self._open = {}
