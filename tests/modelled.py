@@ -84,6 +84,8 @@ class Modelled:
         self.reference: Any = self.make_reference() if has_reference else None
         self.rows = self.setting.capacity // (num_envs if layout == "columns" else 1)
         self.written = 0
+        # the only environment that is active, or None
+        self.alone: int | None = None
         self.frames: dict[int, list[int]] = {}
         self.begin()
 
@@ -152,7 +154,7 @@ class Modelled:
         envs, setting = range(self.setting.num_envs), self.setting
         step, layout = self.environments.step, setting.layout if of_all else "uneven"
         if layout == "uneven":
-            activity = [1.0 / (1 + env) ** 2 for env in envs]
+            activity = [(1.0 / (1 + env) ** 2) * (self.alone in (None, env)) for env in envs]
             order = self.rng.choices(envs, activity, k=count)
             if count > self.rows and not self.sampler_has_tables:
                 order += envs

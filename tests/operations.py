@@ -62,6 +62,15 @@ class Driven(Modelled):
     def extend_beyond_capacity(self) -> None:
         self.extend(self.rows + self.rng.randint(0, 5))
 
+    def let_others_idle(self) -> None:
+        """Overwrite the whole ring with steps of one environment, in small writes. The other episodes go on later."""
+        if self.setting.layout != "uneven" or self.setting.num_envs == 1:
+            return
+        self.alone, end = self.rng.randrange(self.setting.num_envs), self.written + self.rows
+        while self.written < end:
+            self.extend()
+        self.alone = None
+
     def set_item(self) -> None:
         """Assign another action to a stored transition. The sampler is not notified and does not need to be."""
         if self.pinned or self.setting.ndim == 2 or self.frames_once or not self.content:
@@ -293,6 +302,7 @@ class Driven(Modelled):
         (22, "extend"),
         (9, "add"),
         (1, "extend_beyond_capacity"),
+        (1, "let_others_idle"),
         (26, "sample"),
         (22, "update"),
         (8, "update_by_index"),

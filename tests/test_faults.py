@@ -34,9 +34,9 @@ SEQUENCE = 2000
 # --- random operations
 
 
-def drive(name, seed, count):
+def drive(name, seed, count, **setting):
     torch.manual_seed(seed)
-    driven = Driven(name, seed)
+    driven = Driven(name, seed, **setting)
     for number in range(count):
         driven.operate()
         if number % 10 == 0:
@@ -49,6 +49,15 @@ def test_some_random_operations(name):
     # a reference compares the probabilities
     for seed in range(2 if "tables" in name else 5):
         drive(name, seed, 150)
+
+
+@pytest.mark.parametrize(
+    "name", ["reaper", "slices", "slices, unpadded", "slices, reaper", "tables", "frames, slices, rank"]
+)
+def test_environments_that_idle_while_others_overwrite_the_ring(name):
+    """No episode continues in a row that has replaced its last step."""
+    for seed in range(3):
+        drive(name, seed, 60, layout="uneven", num_envs=3)
 
 
 @pytest.mark.slow

@@ -118,10 +118,10 @@ def assert_draws_as_rebuilt(buffer) -> None:
         if not len(buffer):
             continue
         sampler._rng = torch.Generator().manual_seed(0)
-        expected = sampler.probabilities(buffer.storage)
-        if bool(expected.sum() > 0):
+        found.append([sampler.probabilities(buffer.storage)])
+        if bool(found[-1][0].sum() > 0):
             index = sampler.sample(buffer.storage, 8 * getattr(sampler, "slice_len", 1))[0]
-            found.append([expected, torch.stack(index, -1) if isinstance(index, tuple) else index])
+            found[-1].append(torch.stack(index, -1) if isinstance(index, tuple) else index)
     if found:
         torch.testing.assert_close(*found, rtol=1e-9, atol=0)
 
