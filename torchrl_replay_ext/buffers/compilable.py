@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
+
+# the parts whose states are checked before any is loaded
+_PARTS = ("_storage", "_sampler", "_writer")
 
 
 class CompilableReplayBuffer(TensorDictReplayBuffer):
@@ -89,8 +93,24 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``. The first write or sample after this call may run in a graph."""
+        """Restore a ``state_dict``. The first write or sample after this call may run in a graph.
+
+        Raises:
+            ValueError: if the state of a part does not fit; nothing is changed then.
+        """
+        for name in _PARTS:
+            if check := getattr(getattr(self, name), "require_loadable", None):
+                check(state_dict[name])
         super().load_state_dict(state_dict)
+        bind_samplers(self._storage)
+
+    def loads(self, path: Any) -> None:
+        """Load what ``dumps`` saved. ValueError if the state of a part does not fit; nothing is changed then."""
+        for name in _PARTS:
+            part: Any = getattr(self, name)
+            if getattr(part, "saved_at", None):
+                part.require_loadable(part.saved_at(Path(path) / name[1:]))
+        super().loads(path)
         bind_samplers(self._storage)
 
     def sample(

@@ -60,6 +60,18 @@ class Layout(NamedTuple):
         return (step * self.slots_per_step + torch.arange(count, device=self.device)) % self.size
 
 
+def require_capacity(call: str, shape: tuple[int, ...], max_size: int) -> None:
+    """Raise ValueError unless a state for a storage of ``shape`` fits one of ``max_size`` slots.
+
+    TorchRL rounds the number of slots up to whole steps. ``call`` names the method in errors.
+    """
+    if -(max_size // -math.prod(shape[1:])) != shape[0]:
+        raise ValueError(
+            f"{call}: the state is for a storage of {math.prod(shape)} slots, shape {tuple(shape)}, and this buffer "
+            f"has {max_size} slots. Create it with the capacity with which the state was saved."
+        )
+
+
 def row_major(index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Convert an index [n, ndim] into a storage of shape ``shape`` to flat slots [n], in row-major order."""
     slots = index[:, 0]

@@ -26,7 +26,7 @@ from torchrl_replay_ext.compilation import (
     to_device,
     values_can_be_read,
 )
-from torchrl_replay_ext.core.layout import Layout, flat_slots, unravel
+from torchrl_replay_ext.core.layout import Layout, flat_slots, require_capacity, unravel
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
@@ -416,12 +416,22 @@ class DistributionSampler(ShowsArguments, Sampler):
         return TensorDict(scalars, device=self.layout.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that sampling depends on, as tensors."""
+        """A copy of everything that sampling depends on, as tensors.
+
+        TorchRL's tensor storages put no copy of their rows into a state. With them the entry ``latest_write`` is no
+        copy either. It counts on, so that a state that was kept in memory while rows were written is refused.
+        """
         with self.exclusive():
             self.distribution.sync()
             state = {key: value.clone() for key, value in self.state.tensors().items()}
             state |= {key: hyperparameter.state() for key, hyperparameter in self.hyperparameters.items()}
+            latest = self.state.log.num_writes
+            state["latest_write"] = latest if _torchrl.state_has_references(self._bound) else latest.clone()
         return state | {"storage_shape": torch.tensor(self.layout.shape, dtype=torch.int64, device="cpu")}
+
+    def require_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a state does not fit this sampler; rows that the storage does not hold are not found."""
+        self._fitting(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict` in place.
@@ -430,35 +440,52 @@ class DistributionSampler(ShowsArguments, Sampler):
         used with its storage yet, the first use is.
 
         Raises:
-            ValueError: if the state does not fit by its entries, their shapes and dtypes, and the number of slots;
-                nothing is changed then.
+            ValueError: if the state does not fit by its entries, their shapes and dtypes, and the number of slots, or
+                is not of one moment; nothing is changed then.
         """
-        call = f"{self.owner}.load_state_dict"
-        shape, state, num_writes = saved_state.shape_of(call, state_dict), self.state, int(self.state.log.num_writes)
-        # the state of an empty sampler fits any storage
-        is_empty = shape != self.layout.shape and not bool(state_dict["generation"].any())
-        if shape != self.layout.shape and not is_empty:
-            self._require_capacity(call, shape)
-            state = self._make_state(self.layout._replace(shape=shape, known=True))
-        state.require_fitting(call, state_dict, self.distribution.settings if is_empty else None)
+        num_writes = int(self.state.log.num_writes)
+        state, is_empty = self._fitting(state_dict)
         if self._bound is not None and not is_empty:
-            self._require_stored(call, state_dict["generation"], self._bound)
+            self._require_stored(f"{self.owner}.load_state_dict", state_dict["generation"], self._bound)
         self._use(state)
         if is_empty:
             state.clear()
-        state.load(state_dict, self.distribution.settings if is_empty else state.tensors(), num_writes)
+        state.load(state_dict, state.distribution.settings if is_empty else state.tensors(), num_writes)
         mark_static(vars(self), vars(self.distribution))
 
+    def _fitting(self, saved: dict[str, Any]) -> tuple[SamplerState, bool]:
+        """What to load a state into, and whether it is that of an empty sampler, which fits any storage."""
+        call, state = f"{self.owner}.load_state_dict", self.state
+        shape = saved_state.shape_of(call, saved)
+        is_empty = shape != self.layout.shape and not bool(saved["generation"].any())
+        if not is_empty:
+            self._require_capacity(call, shape)
+            if shape != self.layout.shape:
+                state = self._make_state(self.layout._replace(shape=shape, known=True))
+        state.require_fitting(call, saved, state.distribution.settings if is_empty else None)
+        written, latest = int(saved["num_writes"]), int(saved["latest_write"])
+        if written != latest:
+            raise ValueError(
+                f"{call}: the state is not of one moment: it was taken after {written} writes, and its part of the "
+                f"storage has changed until write {latest}, because TorchRL's storages do not copy their rows into a "
+                "state. Keep copy.deepcopy(rb.state_dict()), or use rb.dumps(path)."
+            )
+        return state, is_empty
+
     def _require_capacity(self, call: str, shape: tuple[int, ...]) -> None:
-        """Raise ValueError if a state for a storage of another ``shape`` cannot be loaded."""
-        own, size = self.layout.shape if self.layout.known else None, math.prod(shape)
-        if own is None and (self.capacity is None or size <= self.capacity):
-            return
-        own = (self.capacity,) if own is None else own
-        raise ValueError(
-            f"{call}: the state is for a storage of {size} slots, shape {shape}, and this sampler for one of "
-            f"{math.prod(own)} slots, shape {own}. Create the buffer with the capacity with which the state was saved."
-        )
+        """Raise ValueError if a state for a storage of ``shape`` has another number of slots than this buffer."""
+        if self.layout.known:
+            if shape == self.layout.shape:
+                return
+            size = self.layout.size
+        else:
+            storage = _torchrl.storage_of(self)
+            size = self.capacity or math.prod(shape)
+            if storage is not None and _torchrl.has_size(storage):
+                size = storage.max_size
+            elif math.prod(shape) <= size:
+                return
+        require_capacity(call, shape, size)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""
@@ -466,7 +493,11 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def loads(self, path: str | Path) -> None:
         """Load a state saved by :meth:`dumps`."""
-        self.load_state_dict({str(k): v.clone() for k, v in TensorDict.load_memmap(str(path)).items()})
+        self.load_state_dict(self.saved_at(path))
+
+    def saved_at(self, path: str | Path) -> dict[str, Any]:
+        """What :meth:`dumps` saved in the directory ``path``, as a :meth:`state_dict`."""
+        return {str(key): value.clone() for key, value in TensorDict.load_memmap(str(path)).items()}
 
     def _empty(self) -> None:
         self.state.clear()

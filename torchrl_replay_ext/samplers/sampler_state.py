@@ -402,9 +402,10 @@ class SamplerState:
 
         ``call`` names the method in errors. ``keys``: None for all entries.
         """
-        tensors = self.tensors() | {"storage_shape": torch.zeros(len(self.layout.shape), dtype=torch.int64)}
+        tensors = self.tensors()
         if keys is not None:
             tensors = {key: tensor if key in keys else state.get(key, tensor) for key, tensor in tensors.items()}
+        tensors |= {"storage_shape": state["storage_shape"], "latest_write": self.log.num_writes}
         exponents = {key: hyperparameter.state() for key, hyperparameter in self._hyperparameters.items()}
         saved_state.require_fitting(call, state, tensors | exponents)
 

@@ -58,15 +58,17 @@ def shape_of(call: str, state: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
-    """Raise ValueError unless a state of event tables for ``num_slots`` slots fits ``tables``."""
+    """Raise ValueError unless a state of event tables fits ``tables`` in a storage of ``num_slots`` slots."""
     if not tables.is_allocated:
         tables = copy.deepcopy(tables)
         tables.allocate(num_slots, torch.device("cpu"))
-    expected = {**tables.tensors(), "open": torch.zeros(len(state.get("open", ())), 4, dtype=torch.int64)}
-    if num_slots != tables.num_slots or not torch.equal(torch.as_tensor(state["begins"]).cpu(), tables.begins):
+    expected = {**tables.tensors(), "open": torch.zeros(len(state.get("open", ())), 4, dtype=torch.int64, device="cpu")}
+    saved_slots = len(state["number"])
+    is_alike = torch.equal(torch.as_tensor(state["begins"]).cpu(), tables.begins)
+    if not is_alike or not saved_slots == num_slots == tables.num_slots:
         raise ValueError(
-            f"{call}: the state is for tables of other capacities, or for {num_slots} slots instead of "
-            f"{tables.num_slots}; create the buffer with the capacities and the storage size of the saved one."
+            f"{call}: the state is for tables of other capacities, or for {saved_slots} slots instead "
+            f"of {num_slots}; create the buffer with the capacities and the storage size of the saved one."
         )
     require_fitting(call, state, expected)
     slots = state["open"][:, 1]

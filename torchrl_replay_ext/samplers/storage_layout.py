@@ -10,7 +10,7 @@ from tensordict import is_tensor_collection
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, require_capacity
 
 
 def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: bool) -> Layout | None:
@@ -41,6 +41,9 @@ def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: b
                 f"{owner}(capacity=1000)."
             )
         shape = (capacity,)
+    elif getattr(storage, "max_size", None) is not None:
+        # TorchRL's storages take over the rows of a state that was saved with another capacity
+        require_capacity(owner, shape, storage.max_size)
     num_slots = math.prod(shape)
     require_fitting_items(owner, storage, range(_torchrl.length(storage)), num_slots)
     # TorchRL rounds the size of a storage of ndim >= 2 up to a multiple of its columns

@@ -64,8 +64,10 @@ class SamplerWrapper(ShowsArguments, Sampler):
 
     state_dict = delegated("_inner", "state_dict", read_only=True)
     load_state_dict = delegated("_inner", "load_state_dict", read_only=True)
+    require_loadable = delegated("_inner", "require_loadable", read_only=True)
     dumps = delegated("_inner", "dumps", read_only=True)
     loads = delegated("_inner", "loads", read_only=True)
+    saved_at = delegated("_inner", "saved_at", read_only=True)
 
     add = _by_all("add", "Called after a write of one row.")
     extend = _by_all("extend", "Called after a write of several rows.")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, TensorStorageCheckpointer
 
-from torchrl_replay_ext._torchrl import set_columns, stored_columns, stored_data, take_rows
+from torchrl_replay_ext._torchrl import saved_columns, set_columns, stored_columns, stored_data, take_rows
 from torchrl_replay_ext.compilation import (
     is_traced,
     mark_static,
@@ -23,6 +26,7 @@ from torchrl_replay_ext.compilation import (
     uniform,
     values_can_be_read,
 )
+from torchrl_replay_ext.core.layout import require_capacity
 
 
 def positions(cursor: Any, size: int) -> Tensor:
@@ -56,6 +60,9 @@ class CompilableTensorStorage(LazyTensorStorage):
     """
 
     _last_cursor_index_value: Tensor  # narrows TorchRL's type, which includes multiprocessing values
+
+    # True: a state is a copy, and keeps the rows of one moment
+    copies_state = True
 
     @outside_inference_mode()
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
@@ -192,9 +199,42 @@ class CompilableTensorStorage(LazyTensorStorage):
             return take_rows(stored_data(self), index)
         return take_rows(stored_data(self).select(*keys), index.to(self.counters_device))
 
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the stored data and the length. ``dumps`` writes them to the disk without a copy in memory."""
+        return copy.deepcopy(super().state_dict())
+
+    def require_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if the data of a ``state_dict`` has another number of slots, other entries or dtypes."""
+        call, saved = f"{type(self).__name__}.load_state_dict", saved_columns(state_dict["_storage"])
+        if not saved:
+            return
+        shape = tuple(next(iter(saved.values())).shape[: self.ndim])
+        require_capacity(call, shape, self.max_size)
+        if not 0 <= state_dict["_len"] <= math.prod(shape):
+            raise ValueError(f"{call}: _len is {state_dict['_len']}, expected at most {math.prod(shape)}.")
+        data: Any = stored_data(self)
+        if not self.initialized or not is_tensor_collection(data):
+            return
+        own = saved_columns(data.state_dict())
+        for key in sorted(own.keys() | saved.keys()):
+            here, there = (
+                f"shape {tuple(each[key].shape)} and {each[key].dtype}" if key in each else "no such entry"
+                for each in (own, saved)
+            )
+            if here != there:
+                raise ValueError(
+                    f"{call}: the stored rows have {here} at {key}, the state has {there}. Load the state into a new "
+                    "buffer, which takes over its entries."
+                )
+
     @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory."""
+        """Restore a ``state_dict``. That of a storage without data sets the length to 0 and keeps the memory.
+
+        Raises:
+            ValueError: if the state does not fit, see :meth:`require_loadable`; nothing is changed then.
+        """
+        self.require_loadable(state_dict)
         is_allocated, saved = self.initialized, state_dict["_storage"]
         if isinstance(saved, dict) and all(str(key).startswith("__") for key in saved):
             # an empty TensorDict, whose batch size would replace that of the data
@@ -203,9 +243,16 @@ class CompilableTensorStorage(LazyTensorStorage):
         self.initialized |= is_allocated
         self._settle()
 
+    def saved_at(self, path: Any) -> dict[str, Any]:
+        """What ``dumps`` saved in the directory ``path``, as the argument of :meth:`require_loadable`."""
+        metadata = json.loads((Path(path) / "storage_metadata.json").read_text())
+        is_plain = type(self.checkpointer) is TensorStorageCheckpointer and not metadata["is_pytree"]
+        return {"_storage": TensorDict.load_memmap(path).state_dict() if is_plain else {}, "_len": metadata["len"]}
+
     @outside_inference_mode()
     def loads(self, path: Any) -> None:
-        """Load a state saved by ``dumps``."""
+        """Load a state saved by ``dumps``. ValueError if it does not fit; nothing is changed then."""
+        self.require_loadable(self.saved_at(path))
         super().loads(path)
         self._settle()
 

@@ -226,7 +226,10 @@ class FrameStackStorage(CompilableTensorStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """The stored data. Places of the frame pool after the last one in use are left out."""
-        return {**super().state_dict(), "frames": {} if self._pool is None else self._pool.tensors()}
+        return {**super().state_dict(), "frames": {key: tensor.clone() for key, tensor in self._frames().items()}}
+
+    def _frames(self) -> dict[str, Tensor]:
+        return {} if self._pool is None else self._pool.tensors()
 
     def _restore(self, frames: dict[str, Tensor]) -> None:
         if frames and self._pool is None:
@@ -239,16 +242,18 @@ class FrameStackStorage(CompilableTensorStorage):
         frames = state_dict.get("frames", {})
         if state_dict.get("_len", 0) and not frames:
             raise RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
+        self.require_loadable(state_dict)
         self._restore(frames)
         super().load_state_dict(state_dict)
 
     def dumps(self, path: Any) -> None:
         """Save everything under the directory ``path``, as memory-mapped tensors."""
         super().dumps(path)
-        TensorDict(self.state_dict()["frames"]).memmap(str(Path(path) / "frames"), copy_existing=True)
+        TensorDict(self._frames()).memmap(str(Path(path) / "frames"), copy_existing=True)
 
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
+        self.require_loadable(self.saved_at(path))
         state = TensorDict.load_memmap(str(Path(path) / "frames"))
         self._restore({str(key): value for key, value in state.items()})
         super().loads(path)

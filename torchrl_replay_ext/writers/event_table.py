@@ -407,33 +407,43 @@ class EventTableWriter(CompilableWriter):
             tables["open"] = self._open_episodes()
         return {**super().state_dict(), "tables": tables, "described": self._described()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`.
-
-        Raises:
-            ValueError: if the state does not fit this writer; nothing is changed then.
-        """
+    def require_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if a state does not fit this writer and its storage."""
+        super().require_loadable(state_dict)
         name, tables, saved = "EventTableWriter.load_state_dict", self.tables, state_dict["tables"]
         if state_dict["described"] != self._described():
             raise ValueError(
                 f"{name}: the state is for the tables {state_dict['described']}, this writer has {self._described()} "
                 "(retention first); create it with the same events and retention."
             )
-        num_slots = len(saved["number"]) if saved else 0
         if saved:
+            known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
+            num_slots = len(saved["number"]) if known is None else math.prod(known[0])
             saved_state.require_fitting_tables(name, saved, tables, num_slots)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state from :meth:`state_dict`.
+
+        Raises:
+            ValueError: if the state does not fit this writer; nothing is changed then.
+        """
         super().load_state_dict(state_dict)
+        tables, saved = self.tables, state_dict["tables"]
         tables.clear()
         self._open = {}
         if saved:
             known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
-            tables.allocate(num_slots, tables.device if known is None else known[1])
+            tables.allocate(len(saved["number"]), tables.device if known is None else known[1])
             tables.load(saved)
             if self._on_load == "continue":
                 self._open = {stream: episode for stream, *episode in saved["open"].tolist()}
         if self._storage is not None:
             # they read the restored tables
             bind_samplers(self._storage)
+
+    def saved_at(self, path: str | Path) -> dict[str, Any]:
+        """What :meth:`dumps` saved in the directory ``path``."""
+        return torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu")
 
     def dumps(self, path: str | Path) -> None:
         """Save the state to the directory ``path``."""
@@ -442,4 +452,4 @@ class EventTableWriter(CompilableWriter):
 
     def loads(self, path: str | Path) -> None:
         """Restore a state that :meth:`dumps` saved to the directory ``path``."""
-        self.load_state_dict(torch.load(Path(path) / "event_tables.pt", weights_only=True, map_location="cpu"))
+        self.load_state_dict(self.saved_at(path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,27 +247,54 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             index = _with_columns(index, known[0][1:])
         return index
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state; load that of the storage first.
-
-        Raises:
-            ValueError: if a counter is negative or not an integer, or the next row does not follow those of a storage
-                that is not full; nothing is changed then.
-        """
-        call = f"{type(self).__name__}.load_state_dict"
+    def require_loadable(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError if the counters of a state do not fit the storage."""
+        call, storage = f"{type(self).__name__}.load_state_dict", self._storage
         for name in ("_cursor", "_write_count"):
             value = {"_write_count": 0, **state_dict}.get(name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{call}: {name} is {value!r}, expected an integer >= 0.")
+        known = None if storage is None else shape_and_device(storage)
+        steps: Any = known[0][0] if known else getattr(storage, "max_size", math.inf)
+        if state_dict["_cursor"] >= steps:
+            raise ValueError(
+                f"{call}: the next row is at step {state_dict['_cursor']}, but the storage has {steps} steps. Create "
+                "the buffer with the capacity with which the state was saved."
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state; load that of the storage first.
+
+        Raises:
+            ValueError: if a counter is negative, not an integer or beyond the storage, or the next row does not follow
+                those of a storage that is not full; nothing is changed then.
+        """
+        self.require_loadable(state_dict)
+        self._require_no_gap(state_dict)
+        super().load_state_dict(state_dict)
+
+    def _require_no_gap(self, state_dict: dict[str, Any]) -> None:
         known = None if self._storage is None else shape_and_device(self._storage)
         if known is not None and self._follows_ring and 0 < length(self._storage) < math.prod(known[0]):
             following = step_after_rows(self._storage)
             if state_dict["_cursor"] != following:
                 raise ValueError(
-                    f"{call}: _cursor is {state_dict['_cursor']}, but the rows of the storage end before step "
-                    f"{following}. Load the states of one buffer, that of the storage first (rb.load_state_dict does)."
+                    f"{type(self).__name__}.load_state_dict: _cursor is {state_dict['_cursor']}, but the rows of the "
+                    f"storage end before step {following}. Load the states of one buffer, that of the storage first "
+                    "(rb.load_state_dict does)."
                 )
-        super().load_state_dict(state_dict)
+
+    def saved_at(self, path: Any) -> dict[str, Any]:
+        """What ``dumps`` saved in the directory ``path``, as the argument of :meth:`require_loadable`."""
+        metadata = json.loads((Path(path) / "metadata.json").read_text())
+        return {"_cursor": metadata["cursor"], "_write_count": metadata.get("write_count", 0)}
+
+    def loads(self, path: Any) -> None:
+        """Restore a state that ``dumps`` saved; see :meth:`load_state_dict`."""
+        saved = self.saved_at(path)
+        self.require_loadable(saved)
+        self._require_no_gap(saved)
+        super().loads(path)
 
     def write_at(self, index: int | Tensor, data: Any) -> Any:
         """Write ``data`` to the slots ``index``, and notify the samplers."""

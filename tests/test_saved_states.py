@@ -1,0 +1,179 @@
+"""Which saved states are refused, before anything is changed: those of other sizes, other entries or two moments."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.checkpoint import Checkpoint
+
+from tests.data import buffer_with, event_sampler, random_rows
+from tests.samplers.experience import assert_same_state
+from torchrl_replay_ext import (
+    EventTableWriter,
+    FrameStackStorage,
+    ProportionalSampler,
+    ReaPERSampler,
+    TrajectoryRetraceSampler,
+)
+
+SAMPLERS = {
+    "proportional": ProportionalSampler,
+    "reaper": ReaPERSampler,
+    "slices": lambda: TrajectoryRetraceSampler(slice_len=4),
+    "tables": lambda: event_sampler(20, "event"),
+}
+some_samplers = pytest.mark.parametrize("name", SAMPLERS)
+both_buffers = pytest.mark.parametrize("compilable", [False, True])
+
+
+def filled(name, size, count, compilable):
+    buffer = buffer_with(SAMPLERS[name](), size, compilable=compilable, batch_size=8)
+    if count:
+        buffer.extend(random_rows(count))
+        buffer.sample()
+    return buffer
+
+
+def load_state_dict(buffer, saved, path):
+    buffer.load_state_dict(copy.deepcopy(saved.state_dict()))
+
+
+def loads(buffer, saved, path):
+    saved.dumps(path / "buffer")
+    buffer.loads(path / "buffer")
+
+
+def load_checkpoint(buffer, saved, path):
+    Checkpoint(buffer=saved).save(path / "checkpoint")
+    Checkpoint(buffer=buffer).load(path / "checkpoint")
+
+
+def load_sampler(buffer, saved, path):
+    buffer.sampler.load_state_dict(saved.sampler.state_dict())
+
+
+def load_sampler_from_disk(buffer, saved, path):
+    saved.sampler.dumps(path / "sampler")
+    buffer.sampler.loads(path / "sampler")
+
+
+def load_storage(buffer, saved, path):
+    buffer.storage.load_state_dict(saved.storage.state_dict())
+
+
+def load_storage_from_disk(buffer, saved, path):
+    saved.storage.dumps(path / "storage")
+    buffer.storage.loads(path / "storage")
+
+
+def load_writer(buffer, saved, path):
+    buffer.writer.load_state_dict(saved.writer.state_dict())
+
+
+OF_BUFFERS = [load_state_dict, loads, load_checkpoint]
+OF_SAMPLERS = [load_sampler, load_sampler_from_disk]
+
+
+@some_samplers
+@pytest.mark.parametrize("count", [0, 10])
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("load", [*OF_BUFFERS, *OF_SAMPLERS, load_storage, load_storage_from_disk])
+def test_a_state_of_another_capacity_is_refused(name, load, size, count, tmp_path):
+    saved, buffer = filled(name, 64, 64, True), filled(name, size, count, True)
+    before = copy.deepcopy(buffer.state_dict())
+    with pytest.raises(Exception, match=rf"64 slots.*{size} slots|64 slots instead of {size}"):
+        load(buffer, saved, tmp_path)
+    assert_same_state(buffer.state_dict(), before)
+    assert len(buffer) == count
+    buffer.extend(random_rows(10))
+    buffer.sample()
+
+
+@some_samplers
+@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize("count", [0, 10])
+@pytest.mark.parametrize("load", [*OF_BUFFERS, *OF_SAMPLERS])
+def test_torchrls_buffer_refuses_a_state_of_another_capacity(name, load, size, count, tmp_path):
+    saved, buffer = filled(name, 64, 64, False), filled(name, size, count, False)
+    # TorchRL's storage refuses states of other sizes too, unless it takes over those of a state_dict
+    is_of_storage = load in OF_BUFFERS[1:] or (count and load in OF_BUFFERS)
+    message = "64" if is_of_storage else rf"64 slots.*{size} slots"
+    with pytest.raises(Exception, match=message):
+        load(buffer, saved, tmp_path)
+
+
+@both_buffers
+def test_a_cursor_beyond_the_storage_is_refused(compilable):
+    saved, buffer = filled("tables", 64, 60, compilable), filled("tables", 32, 0, compilable)
+    assert isinstance(buffer.writer, EventTableWriter)
+    with pytest.raises(ValueError, match="step 60, but the storage has 32 steps"):
+        load_writer(buffer, saved, None)
+
+
+@both_buffers
+@some_samplers
+def test_states_with_other_entries_shapes_or_dtypes_are_refused(name, compilable):
+    buffer = filled(name, 64, 64, compilable)
+    state = buffer.sampler.state_dict()
+    for key in state.keys() - {"latest_write"}:
+        for wrong in (state[key].to(torch.float16), state[key].new_zeros(3, 5, *state[key].shape), [1, 2], None):
+            bad = {**state, key: wrong}
+            if wrong is None:
+                del bad[key]
+            with pytest.raises(ValueError, match=key):
+                buffer.sampler.load_state_dict(bad)
+            assert_same_state(buffer.sampler.state_dict(), state)
+    with pytest.raises(ValueError, match="surplus"):
+        buffer.sampler.load_state_dict({**state, "surplus": state["num_writes"]})
+
+
+@pytest.mark.parametrize("change", [{"observation": torch.zeros(64, 2)}, {"number": torch.zeros(64)}, {"other": None}])
+def test_stored_rows_with_other_entries_are_refused(change):
+    buffer, saved = (filled("proportional", 64, 40, True) for _ in range(2))
+    state = copy.deepcopy(saved.state_dict())
+    rows, before = state["_storage"]["_storage"], copy.deepcopy(buffer.state_dict())
+    (key,) = change
+    rows[key] = rows["number"].clone() if change[key] is None else change[key]
+    with pytest.raises(ValueError, match=f"CompilableTensorStorage.load_state_dict: the stored rows have .*{key}"):
+        buffer.load_state_dict(state)
+    assert_same_state(buffer.state_dict(), before)
+
+
+@some_samplers
+def test_a_state_in_memory_is_that_of_its_moment(name):
+    buffer = filled(name, 64, 50, True)
+    state, rows = buffer.state_dict(), buffer[:].clone()
+    before = buffer.sampler.probabilities(buffer.storage)
+    buffer.extend(random_rows(30, first=1000))
+    buffer.load_state_dict(state)
+    assert len(buffer) == buffer.write_count == 50
+    assert (buffer[:] == rows).all()
+    assert torch.equal(buffer.sampler.probabilities(buffer.storage), before)
+
+
+def test_frames_of_a_state_in_memory_are_those_of_its_moment():
+    def stacks(first):
+        frames = torch.arange(first, first + 13, dtype=torch.uint8).view(13, 1).expand(13, 4).unfold(0, 3, 1)
+        stacked = frames.movedim(-1, 1)
+        return TensorDict({"observation": stacked[:-1], "next": {"observation": stacked[1:]}}, [10]).clone()
+
+    buffer = buffer_with(ProportionalSampler(), 10, compilable=True, storage=FrameStackStorage(10), batch_size=4)
+    buffer.extend(stacks(0))
+    state = buffer.state_dict()
+    buffer.extend(stacks(100))
+    buffer.load_state_dict(state)
+    assert (buffer[:].exclude("index") == stacks(0)).all()
+
+
+@some_samplers
+def test_torchrls_storage_and_a_sampler_of_two_moments_are_refused(name):
+    """TorchRL's storage puts its tensors into a state, and no copies."""
+    buffer = filled(name, 64, 50, False)
+    state, copied = buffer.state_dict(), copy.deepcopy(buffer.state_dict())
+    buffer.sampler.load_state_dict(buffer.sampler.state_dict())
+    buffer.extend(random_rows(30, first=1000))
+    with pytest.raises(ValueError, match=r"not of one moment.*copy\.deepcopy\(rb\.state_dict\(\)\)"):
+        buffer.load_state_dict(state)
+    buffer.load_state_dict(copied)
+    assert len(buffer) == 50 and buffer[:]["number"].max() == 49
