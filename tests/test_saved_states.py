@@ -1,11 +1,13 @@
-"""Which saved states are refused, before anything is changed: those of other sizes, other entries or two moments."""
+"""States of other sizes, other entries or two moments are refused, and samplers that missed writes."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.checkpoint import Checkpoint
+from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import buffer_with, event_sampler, random_rows
 from tests.samplers.experience import assert_same_state
@@ -177,3 +179,57 @@ def test_torchrls_storage_and_a_sampler_of_two_moments_are_refused(name):
         buffer.load_state_dict(state)
     buffer.load_state_dict(copied)
     assert len(buffer) == 50 and buffer[:]["number"].max() == 49
+
+
+# --- samplers that were out of their buffer
+
+
+@both_buffers
+@some_samplers
+def test_a_sampler_that_missed_writes_is_refused(name, compilable):
+    buffer = filled(name, 64, 30, compilable)
+    own = buffer.sampler
+    uses = [
+        buffer.sample,
+        lambda: own.probabilities(buffer.storage),
+        lambda: buffer.update_priority(torch.arange(3), torch.ones(3)) if own.takes_priorities else buffer.sample(),
+    ]
+    buffer.set_sampler(RandomSampler())
+    buffer.sample()
+    buffer.set_sampler(own)
+    for use in uses:
+        use()
+    buffer.set_sampler(RandomSampler())
+    for _ in range(2):
+        buffer.extend(random_rows(5, first=1000))
+    buffer.set_sampler(own)
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"has missed . writes.*Pass a new sampler to rb\.set_sampler"):
+            use()
+    if name == "tables":
+        return
+    buffer.set_sampler(SAMPLERS[name]())
+    assert buffer.sample()["number"].numel() == 8
+    assert (buffer.sampler.probabilities(buffer.storage) > 0).all()
+
+
+@both_buffers
+def test_a_sampler_that_missed_writes_may_load_a_state(compilable):
+    buffer = filled("proportional", 64, 30, compilable)
+    own = buffer.sampler
+    buffer.set_sampler(ProportionalSampler())
+    buffer.extend(random_rows(5))
+    buffer.sample()
+    state = buffer.sampler.state_dict()
+    buffer.set_sampler(own)
+    own.load_state_dict(state)
+    assert (own.probabilities(buffer.storage) > 0).all() and len(buffer.sample()) == 8
+
+
+def test_copies_of_a_buffer_and_of_its_sampler_miss_nothing():
+    buffer = filled("reaper", 64, 30, False)
+    for make_copy in (copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))):
+        other = make_copy(buffer)
+        for rb in (buffer, other):
+            rb.extend(random_rows(5))
+            rb.sample()

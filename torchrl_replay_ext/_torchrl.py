@@ -271,10 +271,33 @@ def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True
     return True
 
 
-def attached_buffers(storage: Any) -> list[Any]:
-    """The buffers that read from this storage or write to it."""
+class WriteCount:
+    """Counts the writes to a storage outside of graphs: writers notify all entities that are attached to it."""
+
+    writes = 0
+
+    def mark_update(self, index: Any) -> None:
+        self.writes += 1
+
+
+def write_count(storage: Any) -> WriteCount:
+    """The counter of a storage, which all samplers share. Samplers count their notifications, and compare both."""
+    counts = [each for each in attached_entities(storage) if isinstance(each, WriteCount)]
+    if not counts:
+        counts.append(WriteCount())
+        storage.attach(counts[0])
+    return counts[0]
+
+
+def attached_entities(storage: Any) -> list[Any]:
+    """What is notified of each write to this storage: its buffers, and the counter of writes."""
     # not the public property, which torch.compile cannot trace
     return storage._attached_entities_list
+
+
+def attached_buffers(storage: Any) -> list[Any]:
+    """The buffers that read from this storage or write to it."""
+    return [each for each in attached_entities(storage) if not isinstance(each, WriteCount)]
 
 
 def exclusive(storage: Any) -> ExitStack:

@@ -90,6 +90,9 @@ class DistributionSampler(ShowsArguments, Sampler):
     # True if writes have the same effect in a graph as outside
     writes_in_graphs = delegated("distribution", "writes_in_graphs", read_only=True)
     _bound: Storage | None = None
+    # the counter of writes to that storage, and the number of writes that this sampler knows
+    _count: _torchrl.WriteCount | None = None
+    _known_writes = 0
     # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
 
@@ -186,7 +189,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             if state is not None:
                 self.load_state_dict(state)
         self._require_stored(name, self.state.log.generation, storage)
-        self.layout, self._bound = layout, storage
+        self.layout, self._bound, self._count = layout, storage, _torchrl.write_count(storage)
+        self._known_writes = self._count.writes
         # named separately, because a distribution may be defined outside this package
         mark_static(vars(self), vars(self.distribution))
 
@@ -220,8 +224,21 @@ class DistributionSampler(ShowsArguments, Sampler):
         else:
             if storage is not self._bound:
                 self.bind(storage)
+            if self._count is not None and self._count.writes > self._known_writes:
+                self._require_all_writes()
             self.state.synchronize(storage)
         return in_graph
+
+    def _require_all_writes(self) -> None:
+        """Raise RuntimeError if another sampler was in the buffer while rows were written."""
+        # with the locks, because another thread may be about to notify this sampler
+        with self.exclusive():
+            missed = self._count.writes - self._known_writes if self._count else 0
+        if missed > 0:
+            raise RuntimeError(
+                f"{self.owner}: this sampler has missed {missed} writes, because another sampler was in the buffer. "
+                "Pass a new sampler to rb.set_sampler; it takes in all stored rows as new transitions."
+            )
 
     # --- writes
 
@@ -236,6 +253,8 @@ class DistributionSampler(ShowsArguments, Sampler):
             return
         self.bind(storage)
         slots = flat_slots(self.owner, index, self.layout)
+        # also counted if the rows are refused below
+        self._known_writes += len(slots) > 0
         if isinstance(_torchrl.stored_data(storage), list):
             require_fitting_items(self.owner, storage, slots.tolist(), self.layout.size)
         self.state.write(slots, storage)
@@ -451,6 +470,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         if is_empty:
             state.clear()
         state.load(state_dict, state.distribution.settings if is_empty else state.tensors(), num_writes)
+        self._know_all_writes()
         mark_static(vars(self), vars(self.distribution))
 
     def _fitting(self, saved: dict[str, Any]) -> tuple[SamplerState, bool]:
@@ -501,10 +521,19 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def _empty(self) -> None:
         self.state.clear()
+        self._know_all_writes()
+
+    def _know_all_writes(self) -> None:
+        self._known_writes = 0 if self._count is None else self._count.writes
 
     def __getstate__(self) -> dict[str, Any]:
         # the buffer pickles the storage
-        return {**super().__getstate__(), "_bound": None, "_is_spawned": get_spawning_popen() is not None}
+        return {
+            **super().__getstate__(),
+            "_bound": None,
+            "_count": None,
+            "_is_spawned": get_spawning_popen() is not None,
+        }
 
     def __repr__(self) -> str:
         values = [f"capacity={self.capacity}", *self._repr_values()]

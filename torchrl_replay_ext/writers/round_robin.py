@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers import Storage, TensorDictRoundRobinWriter, Ten
 
 from torchrl_replay_ext._torchrl import (
     attached_buffers,
+    attached_entities,
     is_stacked,
     length,
     matching_columns,
@@ -303,8 +304,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         return super().write_at(index, data)
 
     def _mark_update_entities(self, index: Tensor) -> None:
-        for buffer in attached_buffers(self._storage):
-            buffer.mark_update(index)
+        for each in attached_buffers(self._storage) if is_traced() else attached_entities(self._storage):
+            each.mark_update(index)
 
     def __getstate__(self) -> dict[str, Any]:
         # keep the tensors of TorchRL's counters: spawned processes share them
