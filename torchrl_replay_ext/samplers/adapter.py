@@ -477,10 +477,11 @@ class DistributionSampler(ShowsArguments, Sampler):
         """What to load a state into, and whether it is that of an empty sampler, which fits any storage."""
         call, state = f"{self.owner}.load_state_dict", self.state
         shape = saved_state.shape_of(call, saved)
-        is_empty = shape != self.layout.shape and not bool(saved["generation"].any())
-        if not is_empty:
+        is_alike, has_rows = shape == self.layout.shape, bool(saved["generation"].any())
+        is_empty = not is_alike and not has_rows
+        if has_rows:
             self._require_capacity(call, shape)
-            if shape != self.layout.shape:
+            if not is_alike:
                 state = self._make_state(self.layout._replace(shape=shape, known=True))
         state.require_fitting(call, saved, state.distribution.settings if is_empty else None)
         written, latest = int(saved["num_writes"]), int(saved["latest_write"])
