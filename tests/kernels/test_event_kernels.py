@@ -34,7 +34,8 @@ def random_rows(count, num_lanes):
 
 
 def write_rows(tables, episodes, rows, slots):
-    ops.events_write(episodes, slots, *rows, np.array([1, 2, 2]), np.array([5, 9, 1]), *tables.arrays())
+    cut = np.zeros(1, np.int64)
+    ops.events_write(episodes, cut, slots, *rows, np.array([1, 2, 2]), np.array([5, 9, 1]), *tables.arrays())
 
 
 def earlier(tables, episode):

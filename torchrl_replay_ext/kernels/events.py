@@ -145,12 +145,13 @@ def _step_before(slot, tables):
 
 
 @loop
-def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, history, *tables):
+def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table_of, history, *tables):
     """Write rows to the default table, and fill the event tables, row by row.
 
     Args:
         episodes: slot and number of the last step of each open episode, and its trajectory, int64 [lanes, 3]; slot -1
             if there is none.
+        cut: a result, int64 [1]: the number of histories that lack steps which the default table no longer holds.
         slots: the slots, int64 [n]; with pinned tables a result.
         lane: lane of each row, int64 [n].
         trajectory: trajectory id of each row, int64 [n].
@@ -203,6 +204,7 @@ def write(episodes, slots, lane, trajectory, ends, begins_, occurred, table_of, 
                 path[length] = step
                 length += 1
                 step = _step_before(step, tables)
+            cut[0] += length < reach and before[path[length - 1]] >= 0
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
                     if counts[k] >= min(capacities[k], begins[k + 1] - begins[k]):

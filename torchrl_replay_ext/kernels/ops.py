@@ -263,8 +263,8 @@ _EVENTS = (
 _READ_EVENTS = re.sub(r"\(\w!\)", "", _EVENTS)
 events_write = Kernel(
     "events.write",
-    "Tensor(a!) episodes, Tensor(b!) slots, Tensor lane, Tensor trajectory, Tensor ends, Tensor begins_, "
-    "Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
+    "Tensor(a!) episodes, Tensor(c!) cut, Tensor(b!) slots, Tensor lane, Tensor trajectory, Tensor ends, "
+    "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
     for_cuda=False,
 )
 events_remove = Kernel("events.remove", "Tensor slots, " + _EVENTS, for_cuda=False)

@@ -15,6 +15,7 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.core.mixed_streams import check_streams
 from torchrl_replay_ext.kernels.ops import cast
 
 
@@ -133,6 +134,7 @@ class EpisodeReader:
         if trajectory is None and needs_ids:
             why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
             raise rows.missing(self.traj_key, why)
+        check_streams(rows.storage, rows.slots, self.done_key, self.traj_key)
         return EpisodeMarks(
             cast(ended, torch.bool),
             None if trajectory is None else cast(trajectory, torch.int64),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
+from torchrl_replay_ext.core.mixed_streams import check_streams
 from torchrl_replay_ext.indices import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
@@ -154,6 +155,7 @@ class FrameStackStorage(CompilableTensorStorage):
             trajectory = trajectory.reshape(-1).to(pool.device, torch.int64)
         pool.write(slots.to(pool.device), before.to(pool.device), after.to(pool.device), trajectory)
         super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
+        check_streams(self, slots, ("next", "done"), self._traj_key)
 
     def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
         """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import row_major
+from torchrl_replay_ext.core.mixed_streams import check_streams
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
@@ -148,6 +150,8 @@ class EventTableWriter(CompilableWriter):
         self._open: dict[int, list[int]] = {}
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
+        self._done_and_ids = done_key, stream_key
+        self._warned_of_cut = False
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the buffer. Stores the tables at the storage, where the sampler finds them."""
@@ -333,7 +337,8 @@ class EventTableWriter(CompilableWriter):
             tables.adopt(_torchrl.length(storage), first)
         slots = np.full(count, -1) if tables.is_pinned else np.arange(first, first + count) % tables.num_slots
         size = int(counts[0])
-        fill = episodes, slots, lane, *rows[1:], self._table_of, self._history, *arrays
+        cut = np.zeros(1, np.int64)
+        fill = episodes, cut, slots, lane, *rows[1:], self._table_of, self._history, *arrays
         try:
             if tables.is_pinned:
                 events_write(*fill)
@@ -359,7 +364,21 @@ class EventTableWriter(CompilableWriter):
         if len(self._open) > 2 * tables.num_slots:
             # episodes that were interrupted
             self._open = {stream: episode for stream, *episode in self._open_episodes().tolist()}
+        check_streams(storage, torch.from_numpy(slots), *self._done_and_ids)
+        if cut[0] and not self._warned_of_cut:
+            self._warn_of_cut()
         return index
+
+    def _warn_of_cut(self) -> None:
+        self._warned_of_cut = True
+        larger = "capacity['default'] of the tables" if self.tables.is_pinned else "storage"
+        warnings.warn(
+            "EventTableWriter: an event took fewer earlier steps than its history=: the default table no longer holds "
+            f"them, because it has the last {int(self.tables.capacities[0])} transitions of all streams together. If "
+            "S streams are written in turn, a history of τ steps needs τ · S transitions. Pass a smaller history=, or "
+            f"a larger {larger}.",
+            stacklevel=2,
+        )
 
     def _store_at(self, slots: np.ndarray, data: Any) -> tuple[Tensor, Tensor]:
         """Write ``data`` to ``slots``; returns the index on the device of the data, and on that of the storage."""

@@ -1,0 +1,102 @@
+"""A check of the first rows of a buffer: environments whose rows are taken for those of one stream."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
+
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.arguments import key_path
+from torchrl_replay_ext.compilation import is_traced, to_device
+from torchrl_replay_ext.core.layout import unravel
+
+# Attribute of a storage: the number of rows that may still be compared, and of pairs of rows that were equal and that
+# differed. Parts of one buffer share it, so there is one warning.
+_ATTRIBUTE = "_compared_rows"
+_ROWS, _PAIRS = 512, 16
+# entries of both a state and the next one that do not identify it
+_FLAGS = {"done", "terminated", "truncated", "reward", "is_init", "step_count"}
+# with it, the next observation is that after several steps
+_N_STEP = "steps_to_next_obs"
+
+
+def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, traj_key: NestedKey | None) -> None:
+    """Warn once per storage if most rows do not go on with the row before, as steps of one environment do.
+
+    In the first writes, the next observation of a row is compared with the observation of the row after it in the ring,
+    unless the episode ended or the trajectory ids differ. They differ if several environments write in turn and the
+    data has no trajectory ids. Nothing is checked in graphs.
+
+    Args:
+        storage: the storage, which holds the rows.
+        slots: int64 [n], the rows of a write, in the order of writing.
+        done_key: entry that marks the end of an episode.
+        traj_key: entry with trajectory ids, if stored; None: there is none.
+    """
+    left, same, different = vars(storage).get(_ATTRIBUTE, (_ROWS, 0, 0)) if storage is not None else (0, 0, 0)
+    if not left or is_traced():
+        return
+    slots = slots[:left]
+    found = _compare(storage, slots, done_key, traj_key)
+    if found is not None:
+        same, different = same + found.count(True), different + found.count(False)
+    left = 0 if found is None or same + different >= _PAIRS else left - len(slots)
+    vars(storage)[_ATTRIBUTE] = left, same, different
+    if same + different >= _PAIRS and different > same:
+        warnings.warn(
+            'Most rows do not go on with the row before: ("next", "observation") of a row is not "observation" of the '
+            "next one. If several environments write to this buffer, their steps are mixed. Store trajectory ids, "
+            "which collectors write to ('collector', 'traj_ids'), and pass num_streams=<number of environments>; or "
+            "use a storage with a column for each environment (ndim=2). If each row follows the one before, ignore "
+            "this warning.",
+            stacklevel=2,
+        )
+
+
+def _compare(storage: Any, slots: Tensor, done_key: NestedKey, traj_key: NestedKey | None) -> list[bool] | None:
+    """Whether rows go on with those before them; only of rows that are taken for consecutive steps.
+
+    None if the stored entries do not tell.
+    """
+    known = _torchrl.shape_and_device(storage)
+    if known is None or not is_tensor_collection(_torchrl.stored_data(storage)):
+        return None
+    shape, device = known
+    # the step before those of the first step is unknown
+    width = math.prod(shape[1:])
+    slots = to_device(slots[slots >= width], device)
+    if not len(slots):
+        return []
+    before, after = (storage.get(unravel(each, shape)) for each in (slots - width, slots))
+    done, pair = before.get(done_key, None), next(_observations(before, after), None)
+    if done is None or pair is None or _has_several_steps(before):
+        return None
+    goes_on = ~done.reshape(len(slots), -1).to(torch.bool).any(1)
+    ids = None if traj_key is None else before.get(traj_key, None)
+    if ids is not None:
+        goes_on &= (ids == after.get(traj_key)).reshape(len(slots), -1).all(1)
+    first, second = pair
+    # NaN is equal to NaN
+    is_same = ((first == second) | ((first != first) & (second != second))).reshape(len(slots), -1).all(1)
+    return is_same[goes_on].tolist()
+
+
+def _observations(before: TensorDictBase, after: TensorDictBase) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of the next state of one row and the state of the other, for each entry that both have."""
+    keys = sorted(map(key_path, after.keys(True, True)), key=lambda key: key[-1] != "observation")
+    for key in keys:
+        first, second = before.get(("next", *key), None), after.get(key)
+        are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+        if key[-1] not in _FLAGS and are_tensors and (first.shape, first.dtype) == (second.shape, second.dtype):
+            yield first, second
+
+
+def _has_several_steps(rows: TensorDictBase) -> bool:
+    return any(key_path(key)[-1] == _N_STEP for key in rows.keys(True, True))
