@@ -48,6 +48,21 @@ def test_draws_from_shards_equally_are_found_out(monkeypatch):
     assert agreement(draw(many)[0], probability_of_rows(one)) < 1e-6
 
 
+def test_shares_of_reaper_include_the_acceptance():
+    """In shard 0, TD errors rise towards the end of episodes, so that reliabilities are small; elsewhere they fall."""
+    one, many = filled_pair("reaper, ongoing", 2)
+    in_first = many._group.handles[0].replay._buffer[:]["number"]
+
+    def td_error(number):
+        length, step = 7 + number % STREAMS, number // STREAMS
+        position = step % length
+        return torch.where(torch.isin(number, in_first), position + 1, length - position).float() ** 6
+
+    set_priorities(one, many, td_error)
+    draw(many, 50)  # until the running means have forgotten the TD errors of before
+    assert agreement(draw(many)[0], probability_of_rows(one)) > 1e-4
+
+
 @pytest.mark.parametrize("num_shards", slow_but([3], [1, 2, 3, 5]))
 @pytest.mark.parametrize(
     "name",
