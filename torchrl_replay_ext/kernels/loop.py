@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 try:
     import numba
+    from numba.core.sigutils import normalize_signature
 except ImportError as error:
     raise ImportError("torchrl_replay_ext needs numba for its kernels on the CPU: pip install 'numba>=0.61'") from error
 
@@ -39,7 +42,56 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
         # neither the folder of the package nor the user's cache folder can be written to
         return numba.njit(**options)(function)
     # a later release of Numba may keep its stamp elsewhere; a test fails then
-    file = vars(vars(compiled).get("_cache", compiled)).get("_cache_file")
+    cache = vars(compiled).get("_cache")
+    file = vars(cache or compiled).get("_cache_file")
     if file is not None:
         vars(file)["_source_stamp"] = _SOURCES
+        vars(compiled)["_cache"] = _TolerantCache(cache)
     return compiled
+
+
+class _TolerantCache:
+    """Numba's cache of a function. If its files are damaged or cannot be written, the function is compiled anyway."""
+
+    # one warning is enough for all functions
+    _has_warned = False
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """The machine code for a signature; None if there is none that can be used."""
+        try:
+            found = self._cache.load_overload(signature, target)
+            wanted, _ = normalize_signature(signature)
+            if found is None or found.signature.args == tuple(wanted):
+                return found
+            # two processes have written at the same time
+            raise ValueError(f"found code for {found.signature.args}, not for {wanted}")
+        except Exception as error:
+            self._warn(error)
+            # the index without entries, so that the code is written again
+            with suppress(Exception):
+                self._cache.flush()
+        return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """Write the machine code."""
+        try:
+            self._cache.save_overload(signature, data)
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not _TolerantCache._has_warned:
+            _TolerantCache._has_warned = True
+            warnings.warn(
+                f"torchrl_replay_ext: the cache of compiled kernels in {self._cache.cache_path} cannot be used, so "
+                f"kernels are compiled in each process ({type(error).__name__}: {error}). Set NUMBA_CACHE_DIR to "
+                "another directory, or make space.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -8,6 +8,7 @@ To add a kernel: write the loop in ``kernels/<module>.py``, the launch of its CU
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,10 @@ _NOT_TENSORS = frozenset((np.ndarray, int, float, bool))
 _NUMPY = {torch.bool: np.bool_, torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 # The arrays of the tensors of states, by the id of the tensor: in graphs, making them took half of the time of a draw.
 _ARRAYS: dict[int, np.ndarray] = {}
-_library = torch.library.Library("torchrl_replay_ext", "FRAGMENT")
+# torch allows each name once per process: a second import, after the removal from sys.modules, uses others.
+_NAMES = itertools.chain(["torchrl_replay_ext"], (f"torchrl_replay_ext_{number}" for number in itertools.count(2)))
+_NAMESPACE = next(name for name in _NAMES if not hasattr(getattr(torch.ops, name), "tree_root"))
+_library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 class Kernel:
@@ -47,8 +51,8 @@ class Kernel:
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
             _library.impl(operation, self._on_cuda, "CUDA")
-        torch.library.register_fake(f"torchrl_replay_ext::{operation}", lambda *_: None, lib=_library)
-        self._operation = getattr(torch.ops.torchrl_replay_ext, operation).default
+        torch.library.register_fake(f"{_NAMESPACE}::{operation}", lambda *_: None, lib=_library)
+        self._operation = getattr(getattr(torch.ops, _NAMESPACE), operation).default
 
     def __call__(self, *arguments: Any) -> None:
         """Run the kernel."""
