@@ -57,10 +57,11 @@ def require_bool(owner: str, name: str, value: Any) -> bool:
 
 
 def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> int:
-    """Return ``value``. ValueError if it is not an integer >= ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """Return ``value`` as an int. ValueError if it is not an integer, of Python or NumPy, >= ``least``."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < least:
         raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= {least}.")
-    return value
+    return int(value)
 
 
 def is_number(value: Any) -> bool:

@@ -91,9 +91,17 @@ def unravel(slots: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, ...
     return (slots, *reversed(index))
 
 
-def _as_tensor(index: Any) -> Tensor:
-    # torch.as_tensor would move a tensor to torch's default device
-    return index if isinstance(index, Tensor) else torch.as_tensor(index, device="cpu")
+def _as_tensor(owner: str, index: Any) -> Tensor:
+    """An index, or a part of it, as a tensor. torch.as_tensor would move a tensor to torch's default device."""
+    if isinstance(index, Tensor):
+        return index
+    try:
+        return torch.as_tensor(index, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{owner}: the index {index!r} must be integers: an int, a list, an array or a tensor; for a slice, "
+            "torch.arange(start, stop)."
+        ) from error
 
 
 def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tensor:
@@ -113,7 +121,9 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
     shape = layout.shape
     if len(shape) == 1 and isinstance(index, Tensor) and index.ndim == 1 and index.dtype == torch.int64:
         return index
-    coordinates = torch.stack([_as_tensor(i) for i in index], -1) if isinstance(index, tuple) else _as_tensor(index)
+    coordinates = (
+        torch.stack([_as_tensor(owner, i) for i in index], -1) if isinstance(index, tuple) else _as_tensor(owner, index)
+    )
     if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
         raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
     coordinates = coordinates.to(torch.int64)

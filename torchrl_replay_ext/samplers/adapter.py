@@ -110,7 +110,7 @@ class DistributionSampler(ShowsArguments, Sampler):
     ):
         name = self.owner
         if capacity is not None:
-            require_integer(name, "capacity", capacity)
+            capacity = require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
         require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
         require_bool(name, "validate", validate)
@@ -288,10 +288,10 @@ class DistributionSampler(ShowsArguments, Sampler):
         A complete draw is counted, since updates of its rows are expected.
         """
         name = self.owner
-        if batch_size < 1:
-            raise ValueError(f"{name}.sample(batch_size={batch_size}): batch_size must be >= 1.")
+        if type(batch_size) is not int or batch_size < 1:
+            batch_size = require_integer(f"{name}.sample", "batch_size", batch_size)
         if not self.synchronize(storage) and self.state.log.is_empty:
-            raise RuntimeError(f"{name}: cannot sample from an empty storage.")
+            raise RuntimeError(f"Cannot sample from an empty storage. {name}: write to the buffer first.")
         if not self.distribution.slots_in_ring_order and _torchrl.draws_sequences(self, storage):
             raise ValueError(
                 f"{name}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "

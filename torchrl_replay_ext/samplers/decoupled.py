@@ -218,7 +218,7 @@ class DecoupledSampler(SamplerWrapper):
             candidates, [B, K].
         """
         if not length(storage):
-            raise RuntimeError("DecoupledSampler: cannot sample from an empty storage.")
+            raise RuntimeError("Cannot sample from an empty storage. DecoupledSampler: write to the buffer first.")
         self._scorer.require_whole_groups(batch_size)
         index, _ = self._candidate_sampler.sample(storage, self.num_candidates * batch_size)
         rows, score, candidate_scores = self._scorer.choose(*self._actions(storage, index, transform))

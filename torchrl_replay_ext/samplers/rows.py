@@ -66,8 +66,10 @@ class RowView:
                     f"{self.owner}: the entry {key!r} has shape {shape}; one number per transition is needed."
                 )
             else:
-                flat = (column.numpy() if in_numpy else column).reshape(-1)
-                columns.append(flat[self.slots_as_index] if in_numpy else flat.index_select(0, self.slots))
+                # NumPy has no bfloat16
+                flat = column.numpy() if in_numpy and column.dtype != torch.bfloat16 else column
+                rows = flat.reshape(-1)[self.slots_as_index if in_numpy else self.slots]
+                columns.append(rows.float().numpy() if in_numpy and isinstance(rows, Tensor) else rows)
         return columns
 
     def missing(self, key: NestedKey, why: str) -> KeyError:

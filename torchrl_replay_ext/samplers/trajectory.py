@@ -149,7 +149,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         on_load: OnLoad = "truncate",
         validate: bool = False,
     ):
-        require_integer(OWNER, "slice_len", slice_len)
+        slice_len = require_integer(OWNER, "slice_len", slice_len)
         require_bool(OWNER, "pad", pad)
         require_choice(OWNER, "starts", starts, get_args(Starts))
         reader = EpisodeReader(
@@ -213,6 +213,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         if isinstance(anchors, str):
             anchors = _UniformStarts(capacity, make, hyperparameters={}, validate=validate)
         else:
+            # errors of draws and updates name both
+            anchors.owner = f"{OWNER}(anchors={type(anchors).__name__}(...))"
             anchors.observe(make)
         # draws the starts
         self.starts_sampler: DistributionSampler = anchors
@@ -241,6 +243,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         Returns:
             The index, [B], or a tuple of [B] for a storage of more dimensions, and a dict with the further entries.
         """
+        if type(batch_size) is not int:
+            batch_size = require_integer(f"{OWNER}.sample", "batch_size", batch_size)
         if batch_size < 1 or batch_size % self.slice_len:
             raise ValueError(
                 f"{OWNER}.sample(batch_size={batch_size}): batch_size is the number of transitions; it must be a "
@@ -334,7 +338,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             lambda: getattr(rb.sampler, "critic_sampler", rb.sampler) is not self,
             lambda: ValueError(f"{OWNER}.newest: rb must be the buffer that has this sampler."),
         )
-        raise_if(lambda: not len(rb), lambda: RuntimeError(f"{OWNER}: cannot sample from an empty storage."))
+        raise_if(
+            lambda: not len(rb),
+            lambda: RuntimeError(f"Cannot sample from an empty storage. {OWNER}: write to the buffer first."),
+        )
         self.starts_sampler.synchronize(rb.storage)
         view = _torchrl.with_sampler(rb, _Newest(self))
         return view.sample(self._starts.lanes.num_lanes * self.slice_len)

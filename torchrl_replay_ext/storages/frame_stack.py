@@ -74,7 +74,7 @@ class FrameStackStorage(CompilableTensorStorage):
         num_streams: int = 64,
         device: torch.device | str = "cpu",
     ):
-        require_integer(_OWNER, "max_size", max_size)
+        max_size = require_integer(_OWNER, "max_size", max_size)
         require_nested_keys(_OWNER, frame_key=frame_key, traj_key=traj_key)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))

@@ -58,6 +58,8 @@ def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
         device = next(column.device for column in columns if not column.is_cpu)
         wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
         columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
+    # NumPy has no bfloat16
+    columns = [column.float() if column.dtype == torch.bfloat16 else column for column in columns]
     return [column.detach().numpy().reshape(-1) for column in columns]
 
 
