@@ -1,6 +1,7 @@
 """Tests of compile_step: its errors. The recipes' tests compare compiled updates with eager ones."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -54,6 +55,39 @@ def test_errors_of_the_step_stay_visible():
 
     with pytest.raises(Exception, match="no such entry"):
         compile_step(step)()
+
+
+@pytest.mark.parametrize("cudagraphs", [False, True])
+@pytest.mark.parametrize("way", ["stance", "variable"])
+def test_with_the_compiler_off_a_step_runs_as_it_is(way, cudagraphs, monkeypatch):
+    total = torch.zeros(())
+
+    def step(x):
+        assert not torch.compiler.is_compiling()
+        return total.add_(x.sum()).clone()
+
+    if way == "variable":
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    off = nullcontext() if way == "variable" else torch.compiler.set_stance("force_eager")
+    with off:
+        compiled = compile_step(step, cudagraphs=cudagraphs)
+        results = [compiled(torch.ones(size)).item() for size in (4, 4, 2, 4)]
+    assert results == [4, 8, 10, 14]
+
+
+def test_a_step_is_compiled_once_the_compiler_is_on():
+    total, was_compiled = torch.zeros(()), []
+
+    def step(x):
+        return total.add_(x.sum()).clone(), torch.compiler.is_compiling()
+
+    compiled = compile_step(step)
+    for stance in ("force_eager", "force_eager", "default", "default", "default", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            was_compiled.append(compiled(torch.ones(4))[1])
+    assert total == 24 and was_compiled[:5] == [False, False, True, True, True]
+    with pytest.raises(ValueError, match=r"has shape \[3\]"):
+        compiled(torch.ones(3))
 
 
 ONES = torch.ones(4)

@@ -86,6 +86,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
     values. Two things are not checked: whether a tensor requires gradients, and whether arguments share memory with
     each other or with tensors of the step. They must do so in all calls or in none.
 
+    **Without the compiler** (``torch.compiler.set_stance("force_eager")``, ``TORCHDYNAMO_DISABLE=1``), the step runs as
+    it is, without checks, until a call finds the compiler on.
+
     **CUDA graphs.** With ``cudagraphs=True``, the first three calls run the compiled step. The fourth records it as a
     CUDA graph and replays it, as do all later calls. Each call runs the step once. All tensors must be on one GPU, and
     those that the step reads, other than its arguments, must keep their memory: ``x.copy_(y)``, not ``x = y``.
@@ -131,18 +134,21 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         return [each in own and each.value is not None and each.guard_type in _OF_VALUES for each in guards]
 
     own, compiled = _compile(step, of_state, cudagraphs)
-    first: _Forms | None = None
+    is_compiled = False
+    first: _Forms = {}
     # the same after the first call, in which the step may have added entries to its TensorDicts
     after: _Forms = {}
     without_checks: Callable[..., Result] | None = None
 
     @wraps(step)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal first, after, without_checks
+        nonlocal is_compiled, first, after, without_checks
         given = _forms_of(args, kwargs)
-        if first is None:
+        if not is_compiled:
             with _compiling():
                 result = compiled(*args, **kwargs)
+            # no code if the compiler is off
+            is_compiled = bool(_debug_get_cache_entry_list(own.__code__))
             first, after = given, _forms_of(args, kwargs)
             return result
         if given != first:
