@@ -41,8 +41,9 @@ from recipes.envs.deep_sea import DeepSea
 from recipes.envs.rooms import Dynamics, ThreeRooms
 from recipes.experiments.command_line import ExperimentParser
 from recipes.experiments.tabular import experience, learn
-from recipes.studies.curves import Curve, bootstrap_interval, correlation, draw_runs, ratio_of_means
+from recipes.studies.curves import Curve, correlation, draw_runs
 from recipes.studies.figures import env_label
+from recipes.studies.intervals import geometric_mean_ratio, ratio_interval
 from torchrl_replay_ext import ProportionalSampler, ReaPERSampler
 
 DISCOUNT = 0.99
@@ -180,23 +181,27 @@ def runs_of(rows: list[dict]) -> dict[tuple, dict[str, np.ndarray]]:
 
 
 def means_of(rows: list[dict]) -> dict[tuple, np.ndarray]:
-    """The means over the training, [runs, MEASURED], by world, noise and sampler."""
-    groups: dict[tuple, list[np.ndarray]] = defaultdict(list)
-    for (*group, _, _), values in sorted(runs_of(rows).items(), key=lambda item: item[0]):
-        groups[tuple(group)].append(np.nanmean([values[name] for name in MEASURED], 1))
-    return {group: np.array(values) for group, values in groups.items()}
+    """The means over the training, [datasets, seeds, MEASURED], by world, noise and sampler."""
+    groups: dict[tuple, dict[object, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    for (*group, dataset, _), values in sorted(runs_of(rows).items(), key=lambda item: item[0]):
+        groups[tuple(group)][dataset].append(np.nanmean([values[name] for name in MEASURED], 1))
+    return {group: np.array([*of.values()]) for group, of in groups.items()}
 
 
 def format_table(rows: list[dict]) -> str:
-    """A table of means over the training, and the error as a ratio to that of PER with the same data and seed."""
+    """A table of means over the training, and the error as a ratio to that of PER with the same data.
+
+    Runs with the same episodes resemble each other, so the interval is that of the means of the datasets.
+    """
     means, lines = means_of(rows), []
     for (world, noise, sampler), values in means.items():
-        pairs = np.stack([means[world, noise, "per"][:, 0], values[:, 0]], 1)
-        low, high = bootstrap_interval(pairs, ratio_of_means)
-        ratio = "" if sampler == "per" else f"{ratio_of_means(pairs):.2f} [{low:.2f}, {high:.2f}]"
-        lines.append(
-            (world, noise, sampler, f"{values[:, 0].mean():.3f}", ratio, *(f"{x:.2f}" for x in values[:, 1:].mean(0)))
-        )
+        errors, baseline = values[..., 0].mean(1), means[world, noise, "per"][..., 0].mean(1)
+        ratio = f"{geometric_mean_ratio(np.stack([baseline, errors], 1)):.2f}"
+        if len(errors) > 1:
+            ratio += " [{:.2f}, {:.2f}]".format(*ratio_interval(errors, baseline))
+        average = values.mean((0, 1))
+        cells = "" if sampler == "per" else ratio, *(f"{x:.2f}" for x in average[1:])
+        lines.append((world, noise, sampler, f"{average[0]:.3f}", *cells))
     return markdown(("world", "noise", "sampler", "error", "times that of PER", *MEASURED[1:]), lines)
 
 

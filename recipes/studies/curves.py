@@ -1,11 +1,10 @@
 """Learning curves: reads the evaluations of runs, and draws them. Does not import torch.
 
-Also means over seeds with their 95 % bootstrap intervals, and rank correlations.
+Also rank correlations.
 """
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from omegaconf import MISSING, OmegaConf
-from scipy.stats import bootstrap, spearmanr
+from scipy.stats import spearmanr
 
 from recipes.common.errors import ConfigError
 from recipes.common.files import CONFIG, PROGRESS, load_config, read_csv, require_files, was_stopped
 from recipes.studies import figures
+from recipes.studies.intervals import mean_interval
 
 RETURN = "return_mean"
 SAMPLER = ("sampler.name",)
@@ -28,60 +28,12 @@ _NAMED = (*SAMPLER, "variant")  # keys whose values name a group of runs without
 KEYS = ("env", "seed", "env_steps")  # columns of a CSV with the evaluations of many runs
 BAND = {"alpha": 0.16, "linewidth": 0}
 MARKERS = 8  # about so many on a line
-RESAMPLES = 1000
-FEW = 5
-# Resamples that are in memory at the same time.
-AT_ONCE = 100
-
-# Maps values [n, ...] to a statistic over axis 0, such as their mean. Resamples are side by side, [n, ..., resamples].
-Statistic = Callable[[np.ndarray], np.ndarray | np.floating]
-
-
-def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Mean of the middle half over axis 0; with fewer than 4 values, the mean."""
-    cut = len(values) // 4  # scipy's trim_mean gives the same and takes 25 times as long
-    return np.sort(values, axis=0)[cut : len(values) - cut].mean(axis=0)
-
-
-def bootstrap_interval(values: np.ndarray, statistic: Statistic = interquartile_mean) -> tuple[np.ndarray, np.ndarray]:
-    """95 % bootstrap interval of a statistic; resamples axis 0 of `values` [n, ...].
-
-    Percentiles of the resamples; with few values, FEW or less, those of BCa (Efron 1987), since plain percentiles are
-    too narrow. Where BCa is undefined, as for equal values, they stay as they are.
-    """
-
-    def ends(method: str) -> np.ndarray:
-        options = {"n_resamples": RESAMPLES, "batch": AT_ONCE, "rng": np.random.default_rng(0)}
-        return np.array(bootstrap((values,), over, axis=0, method=method, **options).confidence_interval)
-
-    def over(sample: np.ndarray, axis: int) -> np.ndarray | np.floating:
-        return statistic(np.moveaxis(sample, axis, 0))
-
-    if len(values) == 1:
-        return np.asarray(statistic(values)), np.asarray(statistic(values))
-    found = ends("percentile")
-    if len(values) <= FEW:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            corrected = ends("BCa")
-        found = np.where(np.isnan(corrected), found, corrected)
-    return found[0], found[1]
-
-
-def median_of(values: np.ndarray) -> np.ndarray:
-    """Median over axis 0."""
-    return np.median(values, axis=0)
 
 
 def median_with_bound(steps: np.ndarray, censored: np.ndarray) -> tuple[float, bool]:
     """The median of steps [n], and whether it is only a lower bound because runs were `censored` [n]."""
     median = float(np.median(steps))
     return median, bool(median != np.median(np.where(censored, np.inf, steps)))
-
-
-def ratio_of_means(pairs: np.ndarray) -> np.ndarray:
-    """Mean of the second column of `pairs` [n, 2, ...], divided by the mean of the first."""
-    return pairs[:, 1].mean(0) / pairs[:, 0].mean(0)
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -142,9 +94,9 @@ def draw_curves(
         values = smooth(values, window)
         every, (color, marker) = max(1, len(steps) // MARKERS), looks[group]
         marked = (place * every // len(groups), every)
-        axes.plot(steps, interquartile_mean(values), color=color, marker=marker, markevery=marked)
+        axes.plot(steps, values.mean(0), color=color, marker=marker, markevery=marked)
         if len(runs) > 1:
-            axes.fill_between(steps, *bootstrap_interval(values), color=color, **BAND)
+            axes.fill_between(steps, *mean_interval(values), color=color, **BAND)
     axes.set(ylabel=figures.label(column), xmargin=0.02)
 
 
@@ -161,15 +113,16 @@ def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     groups = [*groups]
     sizes = sorted({len(runs) for runs in groups})
     each = f"smoothed over {window} evaluations" if window > 1 else ""
+    longest = max(run.steps[-1] for runs in groups for run in runs)
+    carried = any(run.stopped and run.steps[-1] < longest for runs in groups for run in runs)
+    end = " A run that stopped at its threshold keeps its last value." if carried else ""
     if sizes[-1] == 1:
-        return f"Lines: single runs{f', {each}' if each else ''}."
-    # of fewer than four values, the interquartile mean is the mean
-    mean = "interquartile mean" if sizes[-1] >= 4 else "mean"
+        return f"Lines: single runs{f', {each}' if each else ''}.{end}"
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     lengths = [{int(run.steps[-1]) for run in runs if not run.stopped} for runs in groups]
-    end = " Runs differ in length: a line ends with its shortest run." if max(map(len, lengths)) > 1 else ""
-    note = f"Line: {mean} of {count} seeds{f', each {each}' if each else ''}"
-    return f"{note}; band: 95 % bootstrap interval over seeds.{end}"
+    if max(map(len, lengths)) > 1:
+        end += " Runs differ in length: a line ends with its shortest run."
+    return f"Line: mean of {count} seeds{f', each {each}' if each else ''}; band: 95 % t interval of the mean.{end}"
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Curve:

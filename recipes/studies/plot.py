@@ -1,4 +1,4 @@
-"""Plots learning curves of runs: the interquartile mean (IQM) over seeds with a 95 % bootstrap band.
+"""Plots learning curves of runs: the mean over seeds with its 95 % interval.
 
     python -m recipes.plot runs/dqn/cartpole/reaper/* runs/dqn/cartpole/per/* --out cartpole
     python -m recipes.plot runs/dqn/threerooms/*/* --columns q_sum return_mean --solved -8.8 --out threerooms
@@ -67,7 +67,7 @@ def format_solved(runs: Sequence[Curve], least: float, column: str = RETURN, hea
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Compare runs: IQM over seeds with a 95 % bootstrap band.")
+    parser = argparse.ArgumentParser(description="Compare runs: mean over seeds with its 95 % interval.")
     add = parser.add_argument
     add("runs", nargs="*", type=Path, help="directories of runs; or study=<name or directory>")
     add("--read", type=Path, metavar="CSV", help="a CSV with the evaluations of many runs")

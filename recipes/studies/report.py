@@ -1,7 +1,6 @@
 """Makes the table and the figure of a study (recipes.study) from its runs.csv, curves.csv and study.yaml."""
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from recipes.common.cli import parse_config
 from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import CONF, CURVES, RUNS, STUDY, load_config, markdown, reaches, read_rows, require_files
 from recipes.common.schemas import StudyConfig
-from recipes.studies import curves, figures
+from recipes.studies import curves, figures, intervals
 from recipes.studies.curves import Curve, curve_entries, curve_note, draw_curves, read_table
 from recipes.studies.peaks import Peaks
 
@@ -27,7 +26,7 @@ TABLE, FIGURE = "table.md", "figure"
 RESULTS = Path(__file__).resolve().parents[1] / "results"  # the published ones
 LINES = 4  # most variants beside the baseline in a panel of learning curves
 NEITHER = "neither reached"
-MEDIAN: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6, "linewidth": 1.6}
+MEDIAN: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6}
 
 
 @dataclass
@@ -73,7 +72,7 @@ def censored_of(run: Curve) -> bool:
 
 
 def read_study(out: Path) -> Study:
-    """Read the directory of a study.
+    """Read the directory of a study, without the runs that made no update.
 
     Raises:
         ConfigError: if the directory holds no finished run of a study.
@@ -84,6 +83,9 @@ def read_study(out: Path) -> Study:
     every = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
     found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
     for row in rows:
+        # earlier versions stopped where the random initial network reached the threshold
+        if not int(row["updates"]):
+            continue
         threshold, reached = (float(row[key]) if row[key] else None for key in ("threshold", "reached"))
         own = {"threshold": threshold, "reached": reached, "stopped": reaches(float(row["last"]), threshold)}
         curve = every[row["env"], row["variant"], int(row["seed"])]
@@ -126,31 +128,14 @@ def study_directory(name: str) -> Path:
     raise ConfigError(f"study={name}: no finished runs there, in {own} or in the published results{hint}")
 
 
-def with_interval(values: np.ndarray, statistic: curves.Statistic, form: str) -> str:
-    """The text of a statistic over seeds [seeds, ...] with its 95 % bootstrap interval."""
-    low, high = curves.bootstrap_interval(values, statistic)
-    return f"{form} [{form}, {form}]".format(statistic(values), low, high)
-
-
 def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
-    """The text of the median of steps [n] with its interval; "≥" marks numbers that censored runs make lower bounds."""
+    """The text of the median of steps [n]; "≥" marks a lower bound."""
     median, bounded = curves.median_with_bound(steps, censored)
-    if censored.all():
-        return f"≥ {median:,.0f}"
-    ends = curves.bootstrap_interval(steps, curves.median_of)
-    # An end depends on censored runs if it moves when these runs are longer.
-    longer = curves.bootstrap_interval(np.where(censored, 2 * steps, steps), curves.median_of)
-    low, high = ("≥ " * bool(end != other) + f"{end:,.0f}" for end, other in zip(ends, longer, strict=True))
-    return f"{'≥ ' * bounded}{median:,.0f} [{low}, {high}]"
-
-
-def mean_difference(pairs: np.ndarray) -> np.ndarray:
-    """Mean of the second column of `pairs` [n, 2, ...] minus that of the first."""
-    return (pairs[:, 1] - pairs[:, 0]).mean(0)
+    return f"{'≥ ' * bounded}{median:,.0f}"
 
 
 def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
-    """The text of the ratio of mean steps with its interval, marked as a bound if runs are censored.
+    """The text of the geometric mean of ratios with its interval, marked as a bound if runs are censored.
 
     Args:
         pairs: steps of (baseline, variant) for each seed, [n, 2].
@@ -160,10 +145,34 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
         return NEITHER
     baseline, variant = (bool(column.any()) for column in censored.T)
     sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
+    text = f"{sign}{intervals.geometric_mean_ratio(pairs):.2f}"
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
-    if censored[:, 1].all():
-        return f"{sign}{curves.ratio_of_means(pairs):.2f}"
-    return sign + with_interval(pairs, curves.ratio_of_means, "{:.2f}")
+    if censored[:, 1].all() or len(pairs) < 2:
+        return text
+    low, high = intervals.ratio_interval(pairs[:, 1], pairs[:, 0])
+    return f"{text} [{low:.2f}, {high:.2f}]"
+
+
+def p_value_of(pairs: np.ndarray, censored: np.ndarray) -> float:
+    """The p value of a comparison: of the log-rank test if runs are censored, else of the paired log ratios."""
+    if censored.any():
+        return intervals.censored_p_value(pairs, censored)
+    return intervals.paired_p_value(np.log(pairs[:, 1] / pairs[:, 0]))
+
+
+def format_p_value(value: float) -> str:
+    """The text of a p value; empty if there is none."""
+    return "" if math.isnan(value) else "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def comparison(pairs: np.ndarray, censored: np.ndarray) -> tuple[str, str]:
+    """The texts of the ratio and of its p value."""
+    return format_ratio(pairs, censored), format_p_value(p_value_of(pairs, censored))
+
+
+def last_value(run: Curve, column: str) -> float:
+    """The mean of a column over the last tenth of the evaluations of a run."""
+    return float(np.mean(run.values[column][-math.ceil(len(run.steps) / 10) :]))
 
 
 def result_of(study: Study, env: str, variant: str) -> list[str]:
@@ -175,58 +184,64 @@ def result_of(study: Study, env: str, variant: str) -> list[str]:
         f"{(~censored).sum()} of {len(steps)}",
         format_median(steps, censored),
         f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
-        format_ratio(pairs, study.pairs(env, variant, censored_of)) if compared else "",
+        *(comparison(pairs, study.pairs(env, variant, censored_of)) if compared else ("", "")),
         study.config.claims.get(env, {}).get(variant, ""),
         *last_evaluations(study, env, variant, study.config.column),
     ]
 
 
 def last_evaluations(study: Study, env: str, variant: str, column: str) -> tuple[str, str]:
-    """The texts of the interquartile mean over seeds, and of the mean difference to the baseline.
+    """The texts of the mean over seeds, and of the mean difference to the baseline; empty if runs differ in length.
 
-    They are those of the means of each run over the last tenth of its evaluations.
+    They are those of the means of each run over the last tenth of its evaluations. Runs of an environment that differ
+    in length have stopped at their threshold: their last evaluations say when, not how well they did in the end.
     """
+    if len({run.steps[-1] for runs in study.runs[env].values() for run in runs}) > 1:
+        return "", ""
 
-    def of(run: Curve) -> float:
-        return float(mean(run.values[column][-math.ceil(len(run.steps) / 10) :]))
-
-    # "final" in runs.csv is such a mean; the intervals of BCa depend on the last bit
-    mean: Callable[[np.ndarray], Any] = statistics.fmean if column == study.config.column else np.mean
-
+    of = partial(last_value, column=column)
+    values, pairs = study.values(env, variant, of), study.pairs(env, variant, of)
     largest = max(np.abs(study.values(env, name, of)).max() for name in study.runs[env])
     form = "{:.2f}" if largest < 10 else "{:.1f}"
-    pairs, difference = study.pairs(env, variant, of), ""
+    mean, difference = form.format(values.mean()), ""
+    if len(values) > 1:
+        mean = f"{{}} [{form}, {form}]".format(mean, *intervals.mean_interval(values))
     if variant != study.config.baseline and len(pairs):
-        difference = with_interval(pairs, mean_difference, form)
-    return with_interval(study.values(env, variant, of), curves.interquartile_mean, form), difference
+        difference = form.format((pairs[:, 1] - pairs[:, 0]).mean())
+        if len(pairs) > 1:
+            ends = intervals.difference_interval(pairs[:, 1], pairs[:, 0])
+            difference = f"{{}} [{form}, {form}]".format(difference, *ends)
+    return mean, difference
 
 
 def caption(config: StudyConfig) -> str:
     """Explain the columns of the table."""
     baseline = figures.label(config.baseline)
     return (
-        f"Steps: environment steps to the threshold. Ratio: mean steps of the variant divided by the mean steps of "
-        f"{baseline}, over the seeds that both have; 0.5 means half as many steps, 2 twice as many. A run that did not "
-        "reach the threshold counts with its full length. This makes a number a lower bound (≥) or an upper bound (≤); "
-        "~ marks a ratio that is no bound, because both sides have such runs. Last evaluations: the last tenth of each "
-        f"run; their interquartile mean (IQM) over seeds, and the mean difference to {baseline} over pairs of the same "
-        "seed. In brackets: 95 % bootstrap intervals over seeds, BCa for "
-        f"{curves.FEW} seeds or fewer; beside a bound, the interval of the bound."
+        f"Steps: environment steps to the threshold. Ratio: steps of the variant divided by those of {baseline} with "
+        "the same seed, geometric mean over the seeds that both have; 0.5 means half as many steps, 2 twice as many. "
+        "A run that did not reach the threshold counts with its full length. This makes a number a lower bound (≥) or "
+        "an upper bound (≤); ~ marks a ratio that is no bound, because both sides have such runs. A run that stopped "
+        "before its first update is left out. p: two-sided, of a t test of the paired log ratios, or of a log-rank "
+        "test if runs did not reach the threshold; not corrected for the number of rows. Last evaluations: the last "
+        "tenth of each run, if all have the same length; their mean over seeds, and the mean difference to "
+        f"{baseline} over pairs of the same seed. In brackets: 95 % intervals by Student's t over seeds; beside a "
+        "bound, the interval of the bound."
     )
 
 
 def format_table(study: Study) -> str:
     """A Markdown table with one row per environment and variant; `caption` defines its columns."""
     baseline = figures.label(study.config.baseline)
-    steps = ("reached", "steps: median", "mean", f"ratio to {baseline}", "in the source")
-    head = (*steps, "last evaluations: IQM", f"difference to {baseline}")
+    steps = ("reached", "steps: median", "mean", f"ratio to {baseline}", "p", "in the source")
+    head = (*steps, "last evaluations: mean", f"difference to {baseline}")
     return _table(study, head, partial(result_of, study))
 
 
 def format_further_columns(study: Study) -> str:
     """A Markdown table of the last evaluations in the columns of study.also, as in the columns of the other table."""
     names, baseline = study.config.also, figures.label(study.config.baseline)
-    pairs = ((f"last evaluations of {figures.label(name)}: IQM", f"difference to {baseline}") for name in names)
+    pairs = ((f"last evaluations of {figures.label(name)}: mean", f"difference to {baseline}") for name in names)
 
     def cells(env: str, variant: str) -> list[str]:
         return [*chain(*(last_evaluations(study, env, variant, name) for name in names))]
@@ -279,7 +294,7 @@ def panels_of(variants: Sequence[str], baseline: str) -> list[list[str]]:
 
 
 def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.Look]) -> dict[str, Artist]:
-    """Draw the steps of each run to the threshold, with median and interval, in a row per variant.
+    """Draw the steps of each run to the threshold, with their median, in a row per variant.
 
     Returns:
         The entries of the legend for marks that are not those of a variant.
@@ -297,13 +312,11 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
         axes.scatter(steps[censored], beside[censored], s=20, color=color, marker="x", linewidth=1)
         if censored.any():
             entries["run that did not reach the threshold"] = grey("x")
-        low, high = curves.bootstrap_interval(steps, curves.median_of)
         median, bounded = curves.median_with_bound(steps, censored)
         if bounded:
             marker = ">"
             entries["lower bound of a median"] = grey(marker)
-        error = [[median - low], [high - median]]
-        axes.errorbar(median, place, xerr=error, color=color, marker=marker, **MEDIAN)
+        axes.plot(median, place, color=color, marker=marker, **MEDIAN)
     axes.set_xlim(0, None)
     axes.set_yticks(range(len(variants)), [figures.label(variant) for variant in variants])
     axes.set_ylim(len(variants) - 0.5, -0.5)
@@ -313,7 +326,7 @@ def draw_steps(axes: Axes, study: Study, env: str, styles: Mapping[str, figures.
 
 @figures.styled
 def draw(study: Study) -> Figure:
-    """Draw the figure: for each environment learning curves, then the steps of each seed, with median and interval."""
+    """Draw the figure: for each environment learning curves, then the steps of each seed, with their median."""
     config = study.config
     panels = [(env, panel) for env, of in study.runs.items() for panel in (*panels_of([*of], config.baseline), None)]
     styles = figures.looks(dict.fromkeys(variant for variants in study.runs.values() for variant in variants))
@@ -333,7 +346,7 @@ def draw(study: Study) -> Figure:
         axes.set_xlabel(figures.count_steps(axes.xaxis, largest))
         if (threshold := groups[panel[0]][0].threshold) is not None:
             figures.threshold_line(axes, threshold, entries, len(study.runs) > 1)
-    note = curve_note(runs_of, window) + " Small dots: runs; large markers: medians with 95 % intervals."
+    note = curve_note(runs_of, window) + " Small dots: runs; large markers: medians."
     figures.explain(figure, entries, note)
     return figure
 

@@ -143,7 +143,7 @@ def test_the_legend_is_below_the_panels_and_explains_them(tmp_path, number):
     figure = plot.draw_runs(runs)
     plot.save(figure, tmp_path / "figure.png")
     (legend,) = figure.legends
-    note = "Line: interquartile mean of 4 seeds; band: 95 % bootstrap interval over seeds."
+    note = "Line: mean of 4 seeds; band: 95 % t interval of the mean."
     assert legend.get_title().get_text() == note
     assert [text.get_text() for text in legend.get_texts()] == [*(f"sampler{i}" for i in range(number)), "threshold 2"]
     place = legend.get_window_extent()
@@ -152,17 +152,6 @@ def test_the_legend_is_below_the_panels_and_explains_them(tmp_path, number):
     # the figure holds all of it
     assert min(place.x0, place.y0) >= 0
     assert place.x1 <= figure.bbox.width and place.y1 <= figure.bbox.height
-
-
-def test_interquartile_mean_and_its_band():
-    returns = np.array([[0.0], [1.0], [2.0], [100.0]])
-    assert curves.interquartile_mean(returns) == 1.5
-    rng = np.random.default_rng(1)
-    low, high = curves.bootstrap_interval(rng.normal(size=(100, 3)))
-    # the interquartile mean of n normals has a standard deviation of about 1.1 / sqrt(n)
-    np.testing.assert_allclose(high - low, 2 * 1.96 * 0.11, rtol=0.3)
-    low, high = curves.bootstrap_interval(np.ones((5, 2)))
-    np.testing.assert_array_equal([low, high], np.ones((2, 2)))
 
 
 def test_runs_grouped_by_what_their_configurations_hold(tmp_path):

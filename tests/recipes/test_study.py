@@ -18,7 +18,7 @@ from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.files import locked
 from recipes.experiments import reliability
-from recipes.studies import report, study
+from recipes.studies import claims, report, study
 from tests.recipes.runs import ROOT, composed
 from tests.recipes.test_plot import write_run
 
@@ -212,12 +212,12 @@ def test_a_report(finished, drawn):
     table = drawn(f"study={finished}")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| C")]
     by_variant = {line[1]: line[2:] for line in lines}
-    assert by_variant["PER"][:5] == ["5 of 5", "300 [300, 300]", "300", "", ""]
-    assert by_variant["ReaPER"][:5] == ["5 of 5", "200 [200, 200]", "200", "0.67 [0.67, 0.67]", "0.77"]
+    assert by_variant["PER"][:5] == ["5 of 5", "300", "300", "", ""]
+    assert by_variant["ReaPER"][:5] == ["5 of 5", "200", "200", "0.67 [0.67, 0.67]", "< 0.001"]
     # no run reached the threshold: all its steps, as a lower bound
     assert by_variant["uniform replay"][:4] == ["0 of 5", "≥ 300", "≥ 300", "≥ 1.00"]
     assert f"study={finished / files.STUDY}; seeds 0 to 4; commit" in table  # it has fewer variants
-    assert "mean steps of the variant divided by the mean steps of PER, over the seeds that both have" in table
+    assert "steps of the variant divided by those of PER with the same seed" in table
     assert table.startswith((finished / report.TABLE).read_text(encoding="utf-8"))
     assert {path.suffix for path in finished.glob("figure.*")} == {".png", ".svg"}
 
@@ -277,8 +277,8 @@ def texts(figure):
 def test_the_figure_explains_lines_bands_and_marks(finished):
     note, entries = texts(report.draw(report.read_study(finished)))
     assert note == (
-        "Line: interquartile mean of 5 seeds; band: 95 % bootstrap interval over seeds. "
-        "Small dots: runs; large markers: medians with 95 % intervals."
+        "Line: mean of 5 seeds; band: 95 % t interval of the mean. A run that stopped at its threshold keeps its last "
+        "value. Small dots: runs; large markers: medians."
     )
     assert entries[:3] == ["uniform replay", "PER", "ReaPER"]
     assert entries[3:] == ["threshold", "run that did not reach the threshold", "lower bound of a median"]
@@ -300,7 +300,9 @@ def cells_of(found, steps):
 
 def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
     table = drawn(f"study={finished}", "--baseline", "reaper")
-    assert "mean steps of the variant divided by the mean steps of ReaPER" in table and "1.50 [1.50, 1.50]" in table
+    assert (
+        "steps of the variant divided by those of ReaPER with the same seed" in table and "1.50 [1.50, 1.50]" in table
+    )
     assert not list(finished.glob("table.md"))
     assert "the variants of" in plot_refuses(f"study={finished}", "--baseline", "other")
     assert "only" in plot_refuses("x", "--baseline", "y")
@@ -310,13 +312,13 @@ def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
     ("steps", "cells"),
     [
         # a run of the variant is censored: its mean and the ratio are lower bounds, its median is not
-        (["100 100"] * 4 + ["100 600+"], ["4 of 5", "100 [100, ≥ 600]", "≥ 200", "≥ 2.00 [1.00, 4.00]"]),
-        (["100 100"] * 2 + ["100 600+"] * 3, ["2 of 5", "≥ 600 [100, ≥ 600]", "≥ 400", "≥ 4.00 [2.00, 6.00]"]),
+        (["100 100"] * 4 + ["100 600+"], ["4 of 5", "100", "≥ 200", "≥ 1.43 [0.53, 3.87]"]),
+        (["100 100"] * 2 + ["100 600+"] * 3, ["2 of 5", "≥ 600", "≥ 400", "≥ 2.93 [0.87, 9.91]"]),
         (["100 160+"] * 5, ["0 of 5", "≥ 160", "≥ 160", "≥ 1.60"]),
         # a run of the baseline is censored: the ratio is an upper bound
-        (["200 100"] * 4 + ["200+ 100"], ["5 of 5", "100 [100, 100]", "100", "≤ 0.50 [0.50, 0.50]"]),
+        (["200 100"] * 4 + ["200+ 100"], ["5 of 5", "100", "100", "≤ 0.50 [0.50, 0.50]"]),
         # both have censored runs: the ratio is no bound
-        (["200 200"] * 4 + ["200+ 200+"], ["4 of 5", "200 [200, ≥ 200]", "≥ 200", "~ 1.00 [1.00, 1.00]"]),
+        (["200 200"] * 4 + ["200+ 200+"], ["4 of 5", "200", "≥ 200", "~ 1.00 [1.00, 1.00]"]),
         (["200+ 200+"] * 5, ["0 of 5", "≥ 200", "≥ 200", "neither reached"]),
     ],
 )
@@ -364,9 +366,15 @@ def test_published_ratios_are_those_of_the_tables():
     measured = [
         {key: kind(row[key]) for key, kind in kinds.items()} for row in files.read_csv(RESULTS / "reliability.csv")
     ]
-    texts.append(reliability.format_table(measured))
-    found = {cell for text in texts for cell in re.split(r" \|\s", text)}
+    texts += [reliability.format_table(measured), *claims.tables().values()]
+    form = r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]"
+    found = {ratio for text in texts for ratio in re.findall(form, text)}
     for page in (ROOT / "README.md", RESULTS / "README.md"):
-        ratios = re.findall(r"(?:[≥≤~] )?\d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\]", page.read_text("utf-8"))
+        ratios = re.findall(form, page.read_text("utf-8"))
         assert len(ratios) >= 5
         assert [ratio for ratio in ratios if ratio not in found] == []
+
+
+def test_verdicts_are_those_of_the_rule():
+    page = (RESULTS / "README.md").read_text("utf-8")
+    assert claims.inserted(page, claims.tables()) == page
