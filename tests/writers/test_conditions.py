@@ -1,9 +1,11 @@
-"""Conditions of events that adapt to the transitions written before, against plain Python."""
+"""Conditions of events against plain Python: thresholds, and those that adapt to the transitions written before."""
 
 import copy
 import math
+import operator
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,12 +13,21 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.emulated_device import EmulatedDevice
 from tests.events import NaiveTables, scripted
-from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Novel, Quantile
+from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Novel, Quantile, Threshold
 
 REWARD = ("next", "reward")
 SPECS = [
     EventSpec("best", Quantile(REWARD, 0.9, window=50), 4),
     EventSpec("new", Novel("observation", 2, resolution=0.25), 3),
+]
+
+OPERATORS = {
+    **{">": operator.gt, ">=": operator.ge, "<": operator.lt},
+    **{"<=": operator.le, "==": operator.eq, "!=": operator.ne},
+}
+INTEGERS = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
 ]
 
 
@@ -65,6 +76,61 @@ def occurs(condition, values, pieces=1):
 def contents(rb, tables):
     stored = rb.storage[:]["number"]
     return {name: stored[tables[name].index()].tolist() for name in tables}
+
+
+def numbers_of(dtype):
+    """Some numbers of an integer dtype, the smallest and the largest ones among them, as a list and as a column."""
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    numbers = sorted({low, min(low + 1, high), 0, 1, min(44, high), max(high - 1, low), high})
+    return numbers, torch.tensor(numbers, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("op", OPERATORS)
+def test_thresholds_compare_integers_with_any_number(dtype, op):
+    numbers, column = numbers_of(dtype)
+    low, high = numbers[0], numbers[-1]
+    values = [low - 1, low, low + 0.5, 0, 1, 44, 300, -212, high - 1, high, high + 1, 2**63, -(2**63) - 1, 2**70]
+    values += [0.5, -0.5, 1 - 2.0**-40, 2.0**53 + 2, 2.0**63, -(2.0**63), 1e300, math.inf, -math.inf]
+    for value in values:
+        expected = [OPERATORS[op](number, value) for number in numbers]
+        assert Threshold("x", op, value).occurs(column.unsqueeze(1)).flatten().tolist() == expected, value
+
+
+@pytest.mark.parametrize("value", [np.float32(2.5), np.int64(2**62 + 1), torch.tensor(2**62 + 1), torch.tensor(2.5)])
+def test_the_value_of_a_threshold_may_be_of_numpy_or_torch(value):
+    numbers = [2, 3, 2**62, 2**62 + 1, 2**62 + 2]
+    found = Threshold("x", ">=", value).occurs(torch.tensor(numbers))
+    assert found.tolist() == [number >= value.item() for number in numbers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_thresholds_of_fractions_have_the_precision_of_the_entry(dtype, op):
+    column = torch.tensor([-math.inf, -2.0, 0.1, 300.0, math.inf, math.nan]).to(dtype)
+    for value in (0.1, 300, 70_000.0, -1e300, math.inf):
+        rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+        if math.isinf(rounded):
+            rounded = value
+        assert Threshold("x", op, value).occurs(column).tolist() == [OPERATORS[op](x, rounded) for x in column.tolist()]
+
+
+@pytest.mark.parametrize("where", ["eager", "compiled", "device"])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_an_event_far_outside_of_the_range_of_its_entry(op, where):
+    steps = torch.tensor([0, 43, 44, 45, 255], dtype=torch.uint8)
+    data = scripted(5).set("steps", steps)
+    expected = [OPERATORS[op](step, 300) for step in steps.tolist()]
+    condition = Threshold("steps", op, 300)
+    if where == "compiled":
+        assert torch.compile(condition.occurs, backend="aot_eager", fullgraph=True)(steps).tolist() == expected
+        return
+    with EmulatedDevice("torchrl_replay_ext"):
+        device = "cpu" if where == "eager" else "emulated"
+        tables = EventTables([EventSpec("late", condition, 1)], {"late": 5})
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5, device=device), writer=EventTableWriter(tables))
+        rb.extend(data.to(device))
+        assert tables["late"].index().cpu().tolist() == [slot for slot in range(5) if expected[slot]]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 300])

@@ -15,8 +15,10 @@ from tests.events import NaiveTables, scripted
 from tests.samplers.event_tables import sampler_of
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
+    CompilableReplayBuffer,
     EventSpec,
     EventTables,
+    EventTableSampler,
     EventTableWriter,
     Threshold,
 )
@@ -113,10 +115,39 @@ def test_environment_ids_as_streams_and_single_rows():
     check(rb, tables, naive)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [CompilableReplayBuffer, TensorDictReplayBuffer])
+def test_a_write_of_no_rows_changes_nothing(kind, shape, is_first):
+    tables = EventTables([SPEC], {"a": 5})
+    sampler = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5})
+    storage = LazyTensorStorage(20, ndim=len(shape))
+    rb = kind(storage=storage, writer=EventTableWriter(tables), sampler=sampler, batch_size=4)
+    if not is_first:
+        # environments and steps
+        rb.extend(marked(*(2 for _ in shape), event=[1]))
+    length, before = len(rb), [tables[name].index().tolist() for name in tables]
+    index = rb.extend(marked(*shape))
+    assert len(index) == 0 and len(rb) == length
+    assert [tables[name].index().tolist() for name in tables] == before
+    rb.extend(marked(*(2 for _ in shape), event=[1]))
+    assert len(rb) == length + 2 ** len(shape)
+
+
 def test_is_init_ends_what_broke_off():
     rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
     rb.extend(marked(6, event=[5], is_init=torch.arange(6) == 3))
     assert contents(rb, tables, "a") == [3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64])
+def test_ends_and_beginnings_of_any_dtype(dtype):
+    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
+    data = marked(9, event=[5, 8], is_init=(torch.arange(9) == 3).to(dtype))
+    # numbers other than 0 are true
+    data["next", "done"] = (torch.arange(9) == 6).unsqueeze(1).to(dtype) * (0.5 if dtype.is_floating_point else 1)
+    rb.extend(data)
+    assert contents(rb, tables, "a") == [3, 4, 5, 7, 8]
 
 
 def test_thresholds_and_functions():

@@ -199,6 +199,8 @@ class EventTableWriter(CompilableWriter):
                 "EventTableWriter.extend: events cannot be detected in a compiled graph; call extend outside of it."
             )
         self._require_tensordict("extend", data)
+        if 0 in data.shape:
+            return super().extend(data)
         return self._extend(data)
 
     def _extend(self, data: TensorDictBase, *, as_number: bool = False) -> Tensor:
@@ -210,8 +212,6 @@ class EventTableWriter(CompilableWriter):
                 "Flatten it, with the stream of each transition as stream_key: "
                 f"rb.append_transform(lambda td: td.reshape(-1), invert=True); or use a storage with ndim={data.ndim}."
             )
-        if not data.shape[0]:
-            raise RuntimeError("EventTableWriter.extend: the data has no rows; write at least one transition.")
         self._check(data, storage.ndim)
         stored = _torchrl.stored_data(storage)
         if stored is None or stored is not self._sized_by:
@@ -279,7 +279,9 @@ class EventTableWriter(CompilableWriter):
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
         columns = [spec.signal(data) for spec in specs if not spec.context]
-        values = _on_cpu([*columns, *filter(torch.is_tensor, found)])
+        # NumPy has no bfloat16
+        flags = (each != 0 if each.is_floating_point() else each for each in found if each is not None)
+        values = _on_cpu([*columns, *flags])
         trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
         first = np.zeros(count, bool) if begins is None else values.pop() != 0
         last = values.pop() != 0
