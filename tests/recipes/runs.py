@@ -195,11 +195,5 @@ def wait_until(condition, seconds=300):
         time.sleep(0.02)
 
 
-def processes(session):
-    """The command lines of the processes of a session."""
-    found = subprocess.run(["ps", "-ww", "-o", "args=", "-s", str(session)], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if "<defunct>" not in line]
-
-
 def needs(module):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {module}")

@@ -13,6 +13,7 @@ from recipes.common.environment import make_env
 from recipes.common.networks import OBSERVED
 from tests.recipes.countdown import Countdown
 from tests.recipes.runs import RECIPES
+from torchrl_replay_ext import CompilableReplayBuffer
 
 recipe = RECIPES["acer"]
 DISCRETE, CONTINUOUS = "env=cartpole", "env=pendulum"
@@ -99,6 +100,30 @@ def test_rounds_are_those_of_algorithm_1(tmp_path, monkeypatch, on_policy):
     assert abs(counts["replayed"] - 3 * rounds) < 4 * math.sqrt(3 * rounds)
     expected = recipe.configuration(*words).acer.num_updates()
     assert expected == (3 + on_policy) * rounds
+
+
+def test_td_errors_of_replayed_slices_are_given_back_to_the_buffer(tmp_path, monkeypatch):
+    """Those of the loss with the networks that drew the slices; a learning rate of almost 0 keeps them as they are."""
+    returned, losses, make, update = [], [], acer.make_updates, CompilableReplayBuffer.update_tensordict_priority
+
+    def noting(replay, batch):
+        returned.append(batch.clone())
+        update(replay, batch)
+
+    def making(settings, replay, loss_module, *rest, **options):
+        losses.append((loss_module, replay))
+        return make(settings, replay, loss_module, *rest, **options)
+
+    monkeypatch.setattr(CompilableReplayBuffer, "update_tensordict_priority", noting)
+    monkeypatch.setattr(acer, "make_updates", making)
+    recipe.run(tmp_path, "sampler=per", "acer.learning_rate=1e-30", "acer.replay_ratio=2", "acer.reward_scale=1")
+    ((loss_module, replay),) = losses
+    assert len(returned) > 3 and replay.sampler.stats()["never_updated"] < 1
+    for batch in returned:
+        again = batch.exclude("td_error").reshape(-1, 4)
+        loss_module(again, shifted=True)
+        assert again["td_error"].unique().numel() > 1
+        torch.testing.assert_close(batch["td_error"], again["td_error"].reshape(-1))
 
 
 def test_behaviour_keeps_what_it_drew_from():

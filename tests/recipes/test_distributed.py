@@ -13,7 +13,7 @@ from recipes.common import evaluation, remote
 from recipes.common.cli import FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.remote import TRAJECTORY, stored_rows
-from tests.recipes.runs import FILES, Recipe, checkpoint, command, needs, processes, tiny, wait_until
+from tests.recipes.runs import FILES, Recipe, checkpoint, tiny
 
 recipe = Recipe("distributed", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
@@ -80,12 +80,6 @@ def test_continuous_actions(ray_runtime, tmp_path, algorithm):
     assert len(recipe.train(resumed, tmp_path)) == 3
 
 
-@needs("minatar")
-def test_images(ray_runtime, tmp_path):
-    config = recipe.composed("env=minatar_breakout", *recipe.tiny, "dqn.hidden_sizes=[8]")
-    assert [row["env_steps"] for row in recipe.train(config, tmp_path)] == ["32", "64", "96"]
-
-
 def killing(monkeypatch, victim):
     """Kill a process before the second evaluation, as if it had run out of memory; `victim` maps a collector to it."""
     import ray
@@ -131,36 +125,3 @@ def test_killed_shard(ray_runtime, tmp_path, monkeypatch, capsys, num_shards):
     assert "Traceback" not in errors
     assert [row["env_steps"] for row in table] == ["32", "64", "96"]
     assert float(table[-1]["sampler/lost_shards"]) == 1
-
-
-def test_too_few_cpus(monkeypatch):
-    ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: None)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    ended = []
-    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    with (
-        pytest.raises(ConfigError, match="num_collectors=2 num_shards=1: they need 3 CPUs, the cluster has 2"),
-        remote.runtime("auto", 2, 1),
-    ):
-        pass
-    assert ended
-
-
-@pytest.mark.slow
-@needs("ray")
-@pytest.mark.parametrize("sampler", ["reaper"])
-def test_command_line(tmp_path, sampler):
-    """Ctrl-C in a terminal reaches every process of the run; none is left behind."""
-    run_dir = tmp_path / "run"
-    words = [f"sampler={sampler}", f"hydra.run.dir={run_dir}"]
-    running = command("distributed", *words, start_new_session=True)
-    wait_until((run_dir / "progress.csv").is_file)
-    os.killpg(running.pid, signal.SIGINT)
-    out, errors = running.communicate(timeout=120)
-    assert running.returncode == INTERRUPTED, errors
-    assert out.startswith("interrupted at step ")
-    assert "Traceback" not in errors
-    assert (run_dir / "checkpoint.zip").is_file()
-    assert not processes(running.pid)

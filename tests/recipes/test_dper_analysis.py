@@ -7,7 +7,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from recipes.common.files import read_csv
 from recipes.experiments import dper_analysis
-from tests.recipes.runs import ROOT, Recipe, tiny
+from tests.recipes.runs import Recipe, tiny
 from torchrl_replay_ext import DecoupledSampler
 
 TINY = {"train_interval": 2, "batch_size": 32, "buffer_size": None, "num_evaluations": 1, "hidden_sizes": "[16, 16]"}
@@ -57,12 +57,6 @@ def test_rows(tmp_path, run_dir, capsys):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
-def test_the_published_figure_can_be_drawn_again(tmp_path, capsys):
-    """Its rows lack the share of saturated actions."""
-    dper_analysis.main(["--read", str(ROOT / "recipes/results/dper_analysis.csv"), "--out", str(tmp_path)])
-    assert "| newest 0.1 |  |  | 0.085 |" in capsys.readouterr().out
-
-
 def test_numbers_are_those_of_the_run(run_dir):
     """The policy that was learned, the transitions that were stored; a batch is chosen by its KL."""
     replay, policy, noise_scale = dper_analysis.load_run(run_dir)
@@ -86,22 +80,3 @@ def test_numbers_are_those_of_the_run(run_dir):
         mean = (stored["action"] - policy(stored.select("observation"))["action"]).square().mean().item()
     assert numbers[:, 3].mean() == pytest.approx(mean, rel=0.02)
     np.testing.assert_allclose(numbers[:, 0], numbers[:, 1])
-
-
-def test_runs_that_do_not_serve(tmp_path, run_dir, refused):
-    other, without, small = tmp_path / "sac", tmp_path / "without", tmp_path / "small"
-    without.mkdir()
-    Recipe("sac", tiny("sac", **TINY)).run(other, "sampler=uniform")
-    (without / "config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
-    Recipe("td3", tiny("td3", **TINY | {"batch_size": 8})).run(small)
-    words = {
-        (str(other),): f"{other}: not a run of recipes.td3",
-        (str(without),): f"{without}: no checkpoint.zip there",
-        (str(tmp_path),): f"{tmp_path}: no config.yaml there",
-        (str(small),): "actor's batch_size is 8; group_size=16 must divide it",
-        (str(run_dir), "--draws", "1"): "--draws 1: must be at least 2",
-        (): "pass the directory of a run of recipes.td3, or --read CSV",
-    }
-    for arguments, message in words.items():
-        assert message in refused(dper_analysis.main, [*arguments, "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()

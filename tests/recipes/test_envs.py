@@ -79,39 +79,6 @@ def test_the_time_limit_truncates(name):
     assert ends == [(False, False)] * (GRIDS[name] - 1) + [(False, True)]
 
 
-@pytest.mark.parametrize("name", [*GRIDS, "DeepSea", "MinAtar"])
-def test_unknown_actions_are_refused(name):
-    env = make(name).unwrapped
-    assert env.render() is None
-    env.reset()
-    for action in (-1, env.action_space.n):
-        with pytest.raises(ValueError, match="action must be in"):
-            env.step(action)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "ThreeRooms",
-            {"shaping": "gaps"},
-            "must be one of None, 'gap', 'manhattan_goal', ",
-        ),
-        ("TwoRooms", {"rewards": (1.0, np.inf)}, "two finite numbers"),
-        ("TwoRooms", {"gamma": 1.5}, r"TwoRooms\(gamma=1.5\): must be in \[0, 1\]"),
-        ("ObstacleCourse", {"start": (2, 3)}, r"ObstacleCourse\(start=.*free cell of the first room, one of \(1, 1\)"),
-        ("ObstacleCourse", {"rows": 2}, r"ObstacleCourse\(rows=.*must be a whole number >= 3"),
-        ("RandomizedSkill", {"scenario": "doors"}, "must be one of None, 'lava', 'gap', 'door'"),
-        ("LavaGap", {"size": 4}, r"LavaGap.*size=4\): must be >= 5"),
-        ("DeepSea", {"size": 2.5}, r"DeepSea\(size=2.5\): must be a whole number >= 1"),
-        ("MinAtar", {"game": "pong"}, r"MinAtar\(game='pong'\): must be one of 'asterix', 'breakout', 'freeway'"),
-    ],
-)
-def test_bad_options_are_named(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(name, **options)
-
-
 @pytest.mark.parametrize(("env", "package"), [("DoorKey", "minigrid"), ("MinAtar", "minatar")])
 def test_without_its_package_the_error_names_it(monkeypatch, env, package):
     monkeypatch.setitem(sys.modules, package, None)

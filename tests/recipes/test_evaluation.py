@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 
 from recipes.common.config import EnvConfig
-from recipes.common.errors import ConfigError
 from recipes.common.evaluation import Evaluation, evaluate
 from tests.recipes.countdown import Countdown
 
@@ -99,13 +98,6 @@ def test_returns_are_split_by_an_entry_of_the_info():
     assert found["return_heads"] == 3 and found["return_tails"] == 6 and np.isnan(found["return_edge"])
     heads = [found[f"return_{i}"] for i in range(20)].count(3.0)
     assert 0 < heads < 20 and found["return_mean"] == (3 * heads + 6 * (20 - heads)) / 20
-
-
-def test_an_entry_that_the_info_lacks_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"env\.return_by\.face: the info of Coin-v0 has no such entry; its entries are side"
-    ):
-        columns(EnvConfig("coin", "Coin-v0", None, return_by={"face": ["heads"]}), 1)
 
 
 def test_options_of_training_do_not_reach_evaluations():

@@ -118,15 +118,6 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
     assert torch.stack(used).tolist() == pytest.approx(expected)
 
 
-def test_priorities_by_reliability_know_the_environments():
-    words = ("num_envs=4", "sampler=sset_per", "sampler.priority={kind: reaper}", "sampler.retention=ring")
-    cfg = recipe.configuration(*words)
-    replay = buffer_of(cfg)
-    replay.extend(steps([0, 1, 2, 3] * 2))
-    with pytest.warns(UserWarning, match="num_streams="):
-        replay.extend(steps([0, 1, 2, 3, 4]))
-
-
 def test_cagrad_with_c_0_is_the_gradient_of_the_batch(tmp_path):
     losses = []
     for c in ("null", 0.0, 0.5):

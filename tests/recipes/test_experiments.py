@@ -1,12 +1,9 @@
 """The options that all experiments share."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 
-from recipes.common.files import append_rows, read_csv
-from recipes.experiments import acer_search, cliffwalk, dper_analysis, reliability, sharding, sset_tabular, stylized
+from recipes.common.files import read_csv
+from recipes.experiments import cliffwalk, dper_analysis, reliability, sharding, sset_tabular, stylized
 from tests.recipes.runs import ROOT
 
 RESULTS = ROOT / "recipes" / "results"
@@ -54,24 +51,3 @@ def test_figures_are_drawn_again_from_the_csv_of_a_run(experiment, tmp_path, mon
     # and the same table
     assert capsys.readouterr().out.splitlines()[1:] == printed[1:]
     assert words[0] in refused(experiment.main, ["--out", str(tmp_path), words[0], "0"])
-
-
-def test_the_random_search_is_summed_up_by_environment(tmp_path, capsys, refused):
-    # settings i = 0 to 6 with the last return i, and a run with the preset's settings, which is left out
-    rows = [
-        {"env": env, "threshold": 3, "reached": 50 if i > 3 else "", "final": i, "command": f"python -m x {words}"}
-        for env in ("cartpole", "invertedpendulum")
-        for i, words in enumerate([f"acer.learning_rate=1e-{8 - i} acer.delta={2 - i / 4}" for i in range(7)] + [""])
-    ]
-    for content, message in ((None, "No such file"), ([rows[7]], "no run has acer.learning_rate and acer.delta")):
-        if content is not None:
-            append_rows(tmp_path / "runs.csv", content)
-        assert f"{tmp_path}: {message}" in refused(acer_search.main, [str(tmp_path)])
-    append_rows(tmp_path / "runs.csv", rows)
-    acer_search.main([str(tmp_path)])
-    printed = capsys.readouterr().out.splitlines()
-    best = f"{np.mean(range(2, 7)):.1f} ± {np.std(range(2, 7)):.1f}"
-    assert printed[2] == f"| CartPole | {best} | 3.0 | 0.0 | 3 of 7 | 1.00 | -1.00 |"
-    assert printed[3].startswith("| Inverted Pendulum |")
-    assert printed[4].split() == [str(tmp_path / f"search.{form}") for form in ("png", "svg")]
-    assert all(Path(name).stat().st_size for name in printed[4].split())

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipes.common.errors import ConfigError
-from recipes.studies import curves, figures, plot
+from recipes.studies import curves, plot
 from recipes.studies.curves import smooth
 from tests.recipes.runs import ROOT
 
@@ -71,15 +71,6 @@ def test_smoothing_averages_neighbours_and_keeps_the_ends():
     np.testing.assert_allclose(smooth(np.ones((2, 4)), 9), np.ones((2, 4)))
 
 
-def test_a_sampler_has_the_same_colour_and_marker_in_every_figure():
-    first, second = figures.looks(["gap", "sset", "uniform"]), figures.looks(["sset", "per"])
-    assert first["sset"] == second["sset"] == figures.looks(["history 60"])["history 60"]
-    assert list(first) == ["uniform", "sset", "gap"]
-    every = figures.looks([*figures.LOOKS, *map(str, range(8))])
-    assert len({*every.values()}) == len(every)
-    assert len({look.color for look in figures.LOOKS.values()}) == len(figures.LOOKS)
-
-
 def test_directory_without_progress_is_a_clear_error(tmp_path, plot_refuses):
     errors = plot_refuses(str(tmp_path))
     assert str(tmp_path) in errors and errors.count("\n") == 1
@@ -131,49 +122,3 @@ def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
 )
 def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
     assert curves.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
-
-
-@pytest.mark.parametrize("number", [1, 5, 12])
-def test_the_legend_is_below_the_panels_and_explains_them(tmp_path, number):
-    runs = [
-        plot.read_run(write_run(tmp_path / f"{i}-{seed}", [1, 2], f"sampler{i}", seed, threshold=2))
-        for i in range(number)
-        for seed in range(4)
-    ]
-    figure = plot.draw_runs(runs)
-    plot.save(figure, tmp_path / "figure.png")
-    (legend,) = figure.legends
-    note = "Line: mean of 4 seeds; band: 95 % t interval of the mean."
-    assert legend.get_title().get_text() == note
-    assert [text.get_text() for text in legend.get_texts()] == [*(f"sampler{i}" for i in range(number)), "threshold 2"]
-    place = legend.get_window_extent()
-    (axes,) = figure.axes
-    assert not place.overlaps(axes.get_tightbbox())
-    # the figure holds all of it
-    assert min(place.x0, place.y0) >= 0
-    assert place.x1 <= figure.bbox.width and place.y1 <= figure.bbox.height
-
-
-def test_runs_grouped_by_what_their_configurations_hold(tmp_path):
-    runs = [write_run(tmp_path / str(seed), [5, 5, 5], seed=seed) for seed in (1, 2)]
-    by = ["env.name", "seed"]
-    lines = plot.format_solved([plot.read_run(run, by=by) for run in runs], 5.0).splitlines()
-    assert lines[2:] == [f"| cartpole | name cartpole, seed {seed} | 10 | 10 |" for seed in (1, 2)]
-    with pytest.raises(ConfigError, match=r"has no env\.color"):
-        plot.read_run(runs[0], by=["env.color"])
-    # a value of null is a group, too
-    assert plot.read_run(runs[0], by=["env.reward_threshold"]).group == "reward_threshold null"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.yaml", b"seed: [1", "config.yaml: damaged: "),
-        ("progress.csv", b"a,b\r\n1,2\r\n", "progress.csv: no column env_steps, return_mean, only a, b"),
-    ],
-)
-def test_damaged_files_are_named_in_one_line(tmp_path, plot_refuses, name, content, message):
-    run = write_run(tmp_path / "run", [1.0])
-    (run / name).write_bytes(content)
-    error = plot_refuses(str(run), "--out", str(tmp_path / "figure"))
-    assert message in error and error.count("\n") == 1

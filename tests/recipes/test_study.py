@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from recipes.common import files
 from recipes.common.cli import DONE, INTERRUPTED
 from recipes.common.errors import ConfigError
-from recipes.common.files import locked
 from recipes.experiments import reliability
 from recipes.studies import claims, report, study
 from tests.recipes.runs import ROOT, composed
@@ -138,20 +137,6 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert len(processes.started) == 1
 
 
-@pytest.mark.parametrize("lost", [1, 60])
-def test_a_study_that_was_killed_as_it_wrote(tmp_path, processes, lost):
-    """The row is torn, its curve is there already: the run is made again, and nothing stands twice."""
-    words = [*ONE_SEED, "workers=1"]
-    assert study.run_study(configuration(*words), tmp_path) == DONE
-    before = [files.read_rows(tmp_path / name) for name in (files.RUNS, files.CURVES)]
-    path = tmp_path / files.RUNS
-    os.truncate(path, path.stat().st_size - lost)
-    processes.started.clear()
-    assert study.run_study(configuration(*words), tmp_path) == DONE
-    assert len(processes.started) == 1
-    assert [files.read_rows(tmp_path / name) for name in (files.RUNS, files.CURVES)] == before
-
-
 @pytest.mark.parametrize(
     "word",
     [
@@ -167,12 +152,6 @@ def test_another_study_needs_another_directory(tmp_path, processes, word):
     with pytest.raises(ConfigError, match="holds another study"):
         study.run_study(configuration(*ONE_SEED, word), tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_two_processes_cannot_run_one_study(tmp_path, processes):
-    with locked(tmp_path), pytest.raises(ConfigError, match="another process runs there"):
-        study.run_study(configuration(*ONE_SEED), tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_study_grows(tmp_path, processes):
