@@ -122,3 +122,9 @@ def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
 )
 def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
     assert curves.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
+
+
+def test_the_note_says_where_lines_of_runs_of_unequal_length_end(tmp_path):
+    runs = [plot.read_run(write_run(tmp_path / f"{n}", [1.0] * n, seed=n)) for n in (2, 3)]
+    assert "a line ends with its shortest run" in curves.curve_note([runs])
+    assert "shortest" not in curves.curve_note([runs[:1], runs[1:]]) + curves.curve_note([runs[:1] * 2])
