@@ -16,6 +16,7 @@ from tests.samplers.event_tables import sampler_of
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
+    CompilableTensorStorage,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -121,7 +122,8 @@ def test_environment_ids_as_streams_and_single_rows():
 def test_a_write_of_no_rows_changes_nothing(kind, shape, is_first):
     tables = EventTables([SPEC], {"a": 5})
     sampler = EventTableSampler(tables, eta={"default": 0.5, "a": 0.5})
-    storage = LazyTensorStorage(20, ndim=len(shape))
+    storage = CompilableTensorStorage if kind is CompilableReplayBuffer else LazyTensorStorage
+    storage = storage(20, ndim=len(shape))
     rb = kind(storage=storage, writer=EventTableWriter(tables), sampler=sampler, batch_size=4)
     if not is_first:
         # environments and steps
