@@ -64,7 +64,7 @@ def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTab
         tables.allocate(num_slots, torch.device("cpu"))
     expected = {**tables.tensors(), "open": torch.zeros(len(state.get("open", ())), 4, dtype=torch.int64, device="cpu")}
     saved_slots = len(state["number"])
-    is_alike = torch.equal(torch.as_tensor(state["begins"]).cpu(), tables.begins)
+    is_alike = torch.equal(torch.as_tensor(state["begins"], device="cpu"), tables.begins)
     if not is_alike or not saved_slots == num_slots == tables.num_slots:
         raise ValueError(
             f"{call}: the state is for tables of other capacities, or for {saved_slots} slots instead "
