@@ -6,8 +6,10 @@ tests/recipes/test_intervals.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import stats
 
 LEVEL = 0.95
@@ -17,7 +19,7 @@ RESAMPLES = 2000
 Pairs = np.ndarray
 
 
-def difference_interval(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+def difference_interval(values: ArrayLike, baseline: ArrayLike) -> tuple[float, float]:
     """95 % interval of the mean difference ``values - baseline`` over pairs of the same seed.
 
     Student's t on the differences. With one pair, the interval is unbounded.
@@ -36,7 +38,7 @@ def difference_interval(values: Sequence[float], baseline: Sequence[float]) -> t
     return _t_interval(a - b)
 
 
-def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+def ratio_interval(values: ArrayLike, baseline: ArrayLike) -> tuple[float, float]:
     """95 % interval of the geometric mean of the ratios ``values / baseline`` over pairs of the same seed.
 
     Student's t on the logarithms of the ratios. With one pair, the interval is (0, inf).
@@ -69,14 +71,15 @@ def geometric_mean_ratio(pairs: Pairs) -> float:
     return float(np.exp(np.log(pairs[:, 1] / pairs[:, 0]).mean()))
 
 
-def paired_p_value(differences: Sequence[float]) -> float:
+def paired_p_value(differences: ArrayLike) -> float:
     """Two-sided p value of a t test of paired differences [n] against 0; 1 if they are all 0, NaN with one pair."""
     found = np.asarray(differences, dtype=float)
     if len(found) < 2:
         return float("nan")
     if np.ptp(found) == 0:
         return float(found[0] == 0)
-    return float(stats.ttest_1samp(found, 0.0).pvalue)
+    result: Any = stats.ttest_1samp(found, 0.0)
+    return float(result.pvalue)
 
 
 def censored_p_value(pairs: Pairs, censored: np.ndarray) -> float:
@@ -91,7 +94,7 @@ def censored_p_value(pairs: Pairs, censored: np.ndarray) -> float:
     """
     if censored.all():
         return 1.0
-    sides = [
+    sides: Any = [
         stats.CensoredData.right_censored(steps, missing) for steps, missing in zip(pairs.T, censored.T, strict=True)
     ]
     # NaN if only one run is at risk at each event
@@ -138,7 +141,7 @@ def probability_of_improvement(tasks: Mapping[str, Pairs]) -> tuple[float, float
     return (probability(tasks), *_stratified(tasks, probability))
 
 
-def _paired(values: Sequence[float], baseline: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _paired(values: ArrayLike, baseline: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     a, b = np.asarray(values, dtype=float), np.asarray(baseline, dtype=float)
     if a.ndim != 1 or a.shape != b.shape or not len(a):
         raise ValueError(f"values and baseline must be two lists of one number per seed, not {a.shape} and {b.shape}")
