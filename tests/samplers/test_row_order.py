@@ -83,7 +83,7 @@ def test_nor_does_it_in_the_actors_batch(granularity):
     arguments = {"granularity": granularity, "group_size": 2}
     sampler = DecoupledSampler(ProportionalSampler(64), linear_policy(3, 2), **arguments)
     actor_rb = sampler.actor_buffer(buffer(sampler))
-    assert_random_order(lambda: [actor_rb.sample()["index"]])
+    assert_random_order(lambda: [actor_rb.sample()["number"]])
 
 
 @pytest.mark.parametrize("name", slow_but(["stratified", "event tables, mixture", "slices, priorities"], PARTS))
