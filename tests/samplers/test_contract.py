@@ -320,8 +320,8 @@ def test_a_storage_that_was_filled_before(name):
 
 @every_sampler
 def test_batches_drawn_ahead_hold_what_was_stored(name):
-    used = Driven(name, 1, buffer={"prefetch": 2, "batch_size": 30})
-    for _ in range(12):
+    used = Driven(name, 1, capacity=48, slice_len=2, buffer={"prefetch": 2, "batch_size": 6})
+    for _ in range(24):
         used.extend()
         if used.can_draw():
             batch = used.buffer.sample()
@@ -330,14 +330,34 @@ def test_batches_drawn_ahead_hold_what_was_stored(name):
                 batch["td_error"] = torch.rand(len(batch))
                 used.buffer.update_tensordict_priority(batch)
     used.buffer.synchronize()
-    if used.sampler.takes_priorities and not used.pinned:
-        # TD errors of rows that were overwritten after the draw change nothing
-        for _ in range(used.rows):
+    if not used.sampler.takes_priorities or used.pinned:
+        return
+    # TD errors of rows that were overwritten after their draw change nothing, unless their slots were drawn again
+    draw, drawn, num_late = used.sampler.sample, [], 0
+
+    def recorded(*args):
+        index, info = draw(*args)
+        drawn.extend(used.slots(torch.stack(index, 1) if isinstance(index, tuple) else index))
+        return index, info
+
+    used.sampler.sample = recorded
+    for _ in range(5):
+        end = used.written + used.setting.capacity
+        while used.written < end:
             used.extend()
-        before, batch = probabilities(used.buffer), used.buffer.sample()
-        batch["td_error"] = torch.full((30,), 99.0)
-        used.buffer.update_tensordict_priority(batch)
+        drawn.clear()
+        batch = used.buffer.sample()
+        # the draw that takes the place of this batch in the queue
+        used.buffer.synchronize()
+        assert drawn
+        slots = used.slots(batch["index"])
+        late = batch[[row for row, slot in enumerate(slots) if slot not in drawn]]
+        late["td_error"] = torch.full((len(late),), 99.0)
+        before = probabilities(used.buffer)
+        used.buffer.update_tensordict_priority(late)
         assert torch.equal(probabilities(used.buffer), before)
+        num_late += len(late)
+    assert num_late > 0
 
 
 @every_sampler
