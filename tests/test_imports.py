@@ -22,7 +22,7 @@ def double(array):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(loops._TolerantCache, "_has_warned", False)
+    monkeypatch.setattr(loops._TolerantCache, "has_warned", False)
     return tmp_path
 
 

@@ -146,9 +146,9 @@ def test_an_error_names_the_way_to_install_numba():
 WRITE = """
 import numpy as np
 from torchrl_replay_ext.kernels.rows import record
-numbers, leaves = [np.zeros(16, np.int64) for _ in range(3)], np.zeros(16, np.int64)
-state = numbers[0], numbers[1][:1], np.zeros((16, 4), np.int32), numbers[1][1:2], np.zeros(16, np.float32), np.ones(1)
-record(*state, leaves, numbers[2], leaves[:0], leaves[:0], 16, np.ones(1), np.arange(1), True)
+numbers, leaves = [np.zeros(16, np.int64) for _ in range(4)], np.zeros(16, np.int64)
+state = numbers[0], numbers[1][:1], numbers[2], np.zeros(16, np.float32), np.ones(1)
+record(*state, leaves, numbers[3], leaves[:0], leaves[:0], 16, np.ones(1), np.arange(1), True)
 print(leaves[0])
 """
 

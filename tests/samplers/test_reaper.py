@@ -243,19 +243,3 @@ def test_episodes_across_a_restart(on_load, streams):
     buffer.update_priority(torch.arange(8), torch.ones(8))
     assert_priorities(buffer, [1.0, 2.0, 3.0, 4.0] * 2 if on_load == "truncate" else torch.arange(1.0, 9.0))
     assert buffer.sampler.stats()["interrupted"] == 0
-
-
-@pytest.mark.parametrize(
-    ("entry", "one", "other"),
-    # two transitions of an episode with the same priority; the unfinished episodes of two lanes; where they go on
-    [("position", 0, 2), ("lane_episode", 0, 1), ("lane_next", 0, 1)],
-)
-def test_a_state_in_which_equal_transitions_or_lanes_have_changed_places_is_refused(entry, one, other):
-    sampler = ReaPERSampler(20, num_streams=2, on_load="continue")
-    buffer = data.buffer_with(sampler, 20, batch_size=4)
-    buffer.extend(data.rows(7, ids=[0, 1, 0, 1, 0, 1, 0]))
-    state = sampler.state_dict()
-    changed = state[f"episodes_{entry}"]
-    changed[[one, other]] = changed[[other, one]]
-    with pytest.raises(ValueError, match="entries contradict each other: EpisodeIndex"):
-        sampler.load_state_dict(state)

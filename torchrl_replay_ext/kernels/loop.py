@@ -54,7 +54,7 @@ class _TolerantCache:
     """Numba's cache of a function. If its files are damaged or cannot be written, the function is compiled anyway."""
 
     # one warning is enough for all functions
-    _has_warned = False
+    has_warned = False
 
     def __init__(self, cache: Any):
         self._cache = cache
@@ -86,8 +86,8 @@ class _TolerantCache:
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        if not _TolerantCache._has_warned:
-            _TolerantCache._has_warned = True
+        if not type(self).has_warned:
+            type(self).has_warned = True
             warnings.warn(
                 f"torchrl_replay_ext: the cache of compiled kernels in {self._cache.cache_path} cannot be used, so "
                 f"kernels are compiled in each process ({type(error).__name__}: {error}). Set NUMBA_CACHE_DIR to "
