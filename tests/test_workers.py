@@ -108,25 +108,24 @@ class Learner:
         self.written += count
 
     def draw(self):
-        """Draw batches, and remember the write stamps of their slots."""
+        """Draw batches, and remember their slots."""
         drawn = {}
         for name, reference in self.references.items():
             slots, _ = self.samplers[name].sample(self.buffer.storage, 10)
-            drawn[name] = slots, reference.stamps(slots.tolist())
+            reference.draws.draw(slots.tolist())
+            drawn[name] = slots
         self.drawn.append(drawn)
 
     def update(self):
-        """Update with TD errors of the oldest batch; updates of overwritten rows must be dropped."""
-        for name, (slots, stamps) in self.drawn.pop(0).items():
-            error = torch.rand(len(slots))
+        """Update with TD errors of the oldest batch; late rows must be dropped."""
+        for name, slots in self.drawn.pop(0).items():
+            reference, error = self.references[name], torch.rand(len(slots))
+            late = torch.tensor(reference.draws.late(slots.tolist()))
             before = self.samplers[name].stats()["dropped_updates"]
             self.samplers[name].update_priority(slots, error, storage=self.buffer.storage)
-            dropped = sum(
-                new != old for new, old in zip(self.references[name].stamps(slots.tolist()), stamps, strict=True)
-            )
-            assert self.samplers[name].stats()["dropped_updates"] - before == dropped
-            self.dropped += dropped
-            self.references[name].update(slots.tolist(), error.tolist(), stamps)
+            assert self.samplers[name].stats()["dropped_updates"] - before == late.sum()
+            self.dropped += late.sum()
+            reference.update(slots[~late].tolist(), error[~late].tolist())
 
     def step(self):
         self.read()

@@ -154,7 +154,7 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
 
 
 def saved_columns(data: Any) -> dict[tuple[str, ...], Tensor]:
-    """The tensors of saved rows by their paths: those of a TensorDict, or of its ``state_dict``."""
+    """The tensors of rows by their paths: those of a TensorDict, or of its ``state_dict``."""
     found = {}
     for path, column in _entries(data, 1):
         # entries as "__batch_size" are no data

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import is_traced, to_device
 from torchrl_replay_ext.core.layout import unravel
 
@@ -90,13 +89,14 @@ def _compare(storage: Any, slots: Tensor, done_key: NestedKey, traj_key: NestedK
 
 def _observations(before: TensorDictBase, after: TensorDictBase) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of the next state of one row and the state of the other, for each entry that both have."""
-    keys = sorted(map(key_path, after.keys(True, True)), key=lambda key: key[-1] != "observation")
-    for key in keys:
-        first, second = before.get(("next", *key), None), after.get(key)
-        are_tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
-        if key[-1] not in _FLAGS and are_tensors and (first.shape, first.dtype) == (second.shape, second.dtype):
+    # agents with different shapes are separate entries
+    old, new = _torchrl.saved_columns(before), _torchrl.saved_columns(after)
+    for path in sorted(new, key=lambda path: path[-1] != "observation"):
+        first, second = old.get(("next", *path)), new[path]
+        is_alike = first is not None and (first.shape, first.dtype) == (second.shape, second.dtype)
+        if path[-1] not in _FLAGS and is_alike:
             yield first, second
 
 
 def _has_several_steps(rows: TensorDictBase) -> bool:
-    return any(key_path(key)[-1] == _N_STEP for key in rows.keys(True, True))
+    return any(path[-1] == _N_STEP for path in _torchrl.saved_columns(rows))

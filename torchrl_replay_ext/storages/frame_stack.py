@@ -155,7 +155,9 @@ class FrameStackStorage(CompilableTensorStorage):
             trajectory = trajectory.reshape(-1).to(pool.device, torch.int64)
         pool.write(slots.to(pool.device), before.to(pool.device), after.to(pool.device), trajectory)
         super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
-        check_streams(self, slots, ("next", "done"), self._traj_key)
+        # otherwise the rows cannot be read yet
+        if set_cursor:
+            check_streams(self, slots, ("next", "done"), self._traj_key)
 
     def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
         """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""
