@@ -93,8 +93,9 @@ def _observations(before: TensorDictBase, after: TensorDictBase) -> Iterator[tup
     old, new = _torchrl.saved_columns(before), _torchrl.saved_columns(after)
     for path in sorted(new, key=lambda path: path[-1] != "observation"):
         first, second = old.get(("next", *path)), new[path]
-        is_alike = first is not None and (first.shape, first.dtype) == (second.shape, second.dtype)
-        if path[-1] not in _FLAGS and is_alike:
+        if first is None or path[-1] in _FLAGS:
+            continue
+        if (first.shape, first.dtype) == (second.shape, second.dtype):
             yield first, second
 
 
