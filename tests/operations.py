@@ -30,8 +30,6 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "tables, pinned": partial(events, None, "pinned"),
     "tables, proportional": partial(events, "proportional", "ring"),
     "tables, proportional, pinned": partial(events, "proportional", "pinned"),
-    "tables, rank": partial(events, "rank", "ring"),
-    "tables, reaper": partial(events, "reaper", "ring"),
     "decoupled": decoupled,
     "slices": partial(slices, None),
     "slices, unpadded": partial(slices, None, pad=False),

@@ -126,10 +126,8 @@ def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -
     tables = EventTables(specs, sizes, retention=retention)
     chosen = own.choose(rng, "td_error", "max_priority_within_buffer")
     priority: Any = None if kind is None else {"kind": kind}
-    if kind in ("proportional", "reaper"):
+    if kind is not None:
         priority |= chosen
-    if kind == "reaper":
-        priority |= {"num_streams": own.streams, "on_load": own.on_load}
     corrections = [None, "mixture"]
     if kind is None and retention == "ring":
         corrections += ["conditional", "lemma2", "priority"]
@@ -145,7 +143,7 @@ def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -
     )
     # of the transitions in each table
     uniform = partial(NaiveSlices, pad=True, length=1)
-    references = {None: uniform, "proportional": partial(NaivePER, **chosen), "reaper": partial(NaiveReaPER, **chosen)}
+    references = {None: uniform, "proportional": partial(NaivePER, **chosen)}
     is_mixture = retention == "ring" and correction != "priority"
     reference = references.get(kind) if is_mixture else None
     return {"sampler": sampler, "writer": EventTableWriter(tables, on_load=own.on_load), "reference": reference}

@@ -182,9 +182,10 @@ CASES = {
         events(priority=inside("proportional", alpha=Anneal(0.4, 0.9, 20))), TwoColumns, extends=False
     ),
     "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
-    "events, reaper": Case(events(priority=inside("reaper", omega=Anneal(0.1, 0.5, 20))), extends=False),
-    "events, rank": Case(
-        events(priority={"kind": "rank", "td_error": "absolute"}, correction="mixture", beta=Anneal(0.4, 1.0, 30)),
+    "events, proportional, mixture": Case(
+        events(
+            priority={"kind": "proportional", "td_error": "absolute"}, correction="mixture", beta=Anneal(0.4, 1.0, 30)
+        ),
         extends=False,
     ),
     "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),

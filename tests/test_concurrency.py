@@ -14,7 +14,7 @@ from tests.samplers.experience import assert_draws_as_rebuilt
 from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
 
 SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
-SHARED = ["tables, reaper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
+SHARED = ["tables, proportional", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
 
 
 def use_buffer(buffer, seconds, first):

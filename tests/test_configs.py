@@ -173,7 +173,7 @@ def test_values_become_arguments():
         late=f"{{condition: {threshold}, history: 3, table: end}}",
         capacity="{end: 50}",
         eta="{default: {start: 1.0, end: 0.5, num_updates: 9}, end: {start: 0.0, end: 0.5, num_updates: 9}}",
-        priority="{kind: reaper, omega: {start: 0.0, end: 1.0, num_updates: 5}, num_streams: 2}",
+        priority="{kind: proportional, alpha: {start: 0.0, end: 1.0, num_updates: 5}}",
     )
     buffer = instantiate(chosen(DQN, "event_table", instead=overrides).replay_buffer)
     assert buffer.writer.tables.specs == (
@@ -187,7 +187,7 @@ def test_values_become_arguments():
     for _ in range(9):
         buffer.sample()
         buffer.update_priority(torch.arange(8), torch.rand(8))
-    assert buffer.sampler.omega == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
+    assert buffer.sampler.alpha == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
     keys = ["replay_buffer.sampler.done_key=[next, finished]"]
     slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
     assert "anchors=ReaPERSampler(" in repr(slices)

@@ -92,7 +92,6 @@ SAMPLERS = {
     "slices, reaper": lambda: slices(anchors=ReaPERSampler(CAPACITY)),
     "tables": ends,
     "tables, proportional": lambda: ends(priority={"kind": "proportional"}),
-    "tables, reaper": lambda: ends(priority={"kind": "reaper"}),
 }
 
 
@@ -223,7 +222,7 @@ def test_a_write_after_one_that_broke_off(name, compilable, kept):
     go_on(buffer)
 
 
-@pytest.mark.parametrize("name", slow_but(["tables, reaper"], ["proportional", "tables, reaper"]))
+@pytest.mark.parametrize("name", slow_but(["tables, proportional"], ["proportional", "tables, proportional"]))
 def test_a_process_that_is_killed_as_it_writes(name):
     buffer = filled(name)
     buffer.share()

@@ -74,9 +74,7 @@ def make_buffer(num_streams, *, compilable=False, ndim=1):
         "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
         "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
         "tables": EventTableSampler(tables, eta=eta, min_size=1),
-        "tables_reaper": EventTableSampler(
-            tables, eta=eta, min_size=1, priority={"kind": "reaper", "num_streams": num_streams, "omega": 0.5}
-        ),
+        "tables_per": EventTableSampler(tables, eta=eta, min_size=1, priority={"kind": "proportional"}),
     }
     writer = EventTableWriter(tables)
     return buffer_with(SideBySide(samplers), CAPACITY, compilable=compilable, ndim=ndim, writer=writer, batch_size=10)
@@ -151,7 +149,7 @@ class Learner:
         expected = [slots[-HISTORY:] for slots in self.episodes() if ended[slots[-1]]]
         expected = sorted(slot for slots in expected for slot in slots.tolist())
         assert sorted(self.buffer.writer.tables["end"].index().tolist()) == expected and expected
-        for name in ("tables", "tables_reaper"):
+        for name in ("tables", "tables_per"):
             slots, info = self.samplers[name].sample(self.buffer.storage, 40)
             assert set(slots[info["table"] == 1].tolist()) <= set(expected)
             assert (info["table"] == 1).sum() == 20

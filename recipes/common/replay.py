@@ -209,8 +209,7 @@ def make_sampler(
         if priority is not None:
             if not isinstance(priority, dict):
                 raise TypeError(f"priority={priority}: must be a group, for example {{kind: {priority}}}")
-            lanes = {"num_streams": streams} if priority.get("kind") == "reaper" else {}
-            keywords["priority"] = {"td_error": td_error, **lanes, **_keywords(priority, updates)}
+            keywords["priority"] = {"td_error": td_error, **_keywords(priority, updates)}
         shares = {event_name: ends("eta", event.eta) for event_name, event in events.items()}
         shares = {"default": tuple(max(0.0, 1 - sum(part)) for part in zip(*shares.values(), strict=True)), **shares}
         eta = {table: a if a == b else ext.Anneal(a, b, updates) for table, (a, b) in shares.items()}

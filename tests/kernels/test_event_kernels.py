@@ -109,20 +109,20 @@ def test_all_implementations_draw_the_same_from_tables(run, retention, allocatio
 
 def check_draws(run, tables, tree, allocation, *, is_uniform):
     shares, sizes = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64), torch.tensor([1, 1, -1])
-    results = []
+    results, total = [], tree.prefix(tables.begins).diff()
     for call in (plainly, run):
-        slots, table, low, total = *torch.empty(2, 40, dtype=torch.int64), *torch.empty(2, 3, dtype=torch.int64)
+        slots, table = torch.empty(2, 40, dtype=torch.int64)
         density, probability = torch.empty(40, dtype=torch.float64), torch.empty(40)
         eta, mixed = torch.empty(3, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
         settings = torch.tensor([5]), shares, sizes, METHODS.index(allocation)
         arrays = *tree.arrays()[:3], is_uniform, tables.counts, tables.begins, tables.slot_at, tables.places
-        drawn = table, eta, low, total, slots, density, probability
+        drawn = table, eta, slots, density, probability
         call(ops.events_draw, *settings, *arrays, True, *drawn)
         again = [table.clone(), slots.clone(), density.clone()]
         torch.testing.assert_close(density.float(), probability, rtol=1e-6, atol=0)
         call(ops.events_draw, *settings, *arrays, False, *drawn)
         assert torch.equal(again[0], table) and torch.equal(again[1], slots)
-        results.append([slots, table, density, again[2], eta, total])
+        results.append([slots, table, density, again[2], eta])
         call(ops.events_mixture, slots, eta / total.clamp_min(1), tree.leaves, tables.places, mixed)
         torch.testing.assert_close(mixed, again[2], rtol=1e-12, atol=0)
     for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
@@ -131,7 +131,7 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
             torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
     if allocation != "multinomial":
         assert torch.equal(results[0][1].bincount(minlength=3), results[1][1].bincount(minlength=3))
-    slots, table, density, probability, eta, total = results[1]
+    slots, table, density, probability, eta = results[1]
     # the last table is smaller than the batch
     torch.testing.assert_close(eta, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     counts = table.bincount(minlength=3)

@@ -96,7 +96,7 @@ def test_without_a_capacity_it_is_that_of_the_storage(make, ndim):
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("within", [False, True])
-@pytest.mark.parametrize("name", ["proportional", "reaper", "tables, proportional", "tables, reaper"])
+@pytest.mark.parametrize("name", ["proportional", "reaper", "tables, proportional"])
 def test_the_largest_priority_falls_when_it_is_overwritten_only_with_max_priority_within_buffer(name, within, copied):
     choices = {"max_priority_within_buffer": within, "td_error": "absolute"}
     used = Driven(name, 1, layout="uneven", capacity=12, choices=choices)

@@ -13,7 +13,6 @@ from tests.chi_square import p_value
 from tests.data import buffer_with
 from tests.emulated_device import EmulatedDevice
 from tests.events import scripted
-from tests.reference import rank_probabilities
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
 from tests.samplers.experience import assert_same_state, probabilities
 from torchrl_replay_ext import (
@@ -21,8 +20,6 @@ from torchrl_replay_ext import (
     EventTableSampler,
     EventTableWriter,
     ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
 )
 from torchrl_replay_ext.functional import allocate
 
@@ -199,67 +196,6 @@ def test_proportional_priorities_inside_tables(retention):
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float(), rtol=1e-4, atol=1e-6)
 
 
-def test_rank_based_priorities_inside_tables():
-    torch.manual_seed(0)
-    rb = filled(priority={"kind": "rank", "alpha": 0.7})
-    # no ties
-    delta = 1.02 ** torch.randperm(60).double()
-    rb.update_priority(torch.arange(60), delta**2)
-    expected = torch.zeros(60, dtype=torch.float64)
-    for name, share in ETA.items():
-        members = rb.sampler.tables[name].index()
-        by_rank = members[delta[members].argsort(descending=True)]
-        expected[by_rank] += share * rank_probabilities(len(members), 0.7)
-    torch.testing.assert_close(probabilities(rb), expected, atol=1e-7, rtol=1e-6)
-    index, *_ = draw(rb)
-    assert p_value(index, expected) > 1e-4
-
-
-@pytest.mark.parametrize("omega", [0.2, 12.0])
-def test_reliabilities_inside_tables(omega):
-    torch.manual_seed(0)
-    rb = make(priority={"kind": "reaper", "alpha": 0.5, "omega": omega})
-    rb.extend(scripted(150, seed=3, p_event=0.15, p_done=0.2))
-    update(rb)
-    # random operations compare it with the naive reference
-    expected = probabilities(rb)
-    index, _, batches = draw(rb)
-    if omega < 10:
-        assert p_value(index, expected) > 1e-4
-        batch = batches[-1]
-        error = (batch["sample_probability"] / expected[batch["index"]].float()).log().abs().max()
-        assert error < 0.15, "estimated from proposals"
-        rb.sampler.omega = 0.0
-        assert p_value(index, probabilities(rb)) < 1e-4
-    else:
-        # almost no proposal is accepted, so all Ψ are computed
-        counts = index.bincount(minlength=60) / len(index)
-        assert (counts - expected).abs().max() < 0.01
-
-
-def test_omega_can_be_scheduled():
-    rb = filled(priority={"kind": "reaper", "omega": 0.2})
-    LinearScheduler(rb, "omega", final_value=0.9, num_steps=1).step()
-    assert rb.sampler.omega == pytest.approx(0.9) and float(rb.sampler.stats()["omega"]) == pytest.approx(0.9)
-    with pytest.raises(AttributeError, match="kind='reaper'"):
-        _ = filled().sampler.omega
-
-
-def test_a_refused_write_leaves_no_entry_behind():
-    rb = make(priority={"kind": "reaper"}, size=40)
-    data = scripted(40, p_event=0, p_done=0)
-    data["next", "a"][[4, 30]] = True
-    rb.extend(data)
-    bad = scripted(6, p_event=0, p_done=0)
-    bad["collector", "traj_ids"] = torch.arange(6) % 2
-    with pytest.raises(ValueError, match="num_streams"):
-        rb.extend(bad)
-    assert rb.sampler.tables["a"].index().tolist() == [26, 27, 28, 29, 30]
-    # the rows that the rejected ones have replaced are gone, and the next write begins where the rejected one did
-    rb.extend(scripted(2, p_event=0, p_done=0))
-    assert set(rb.sample()["index"].tolist()) <= {0, 1, *range(6, 40)}
-
-
 # --- state
 
 
@@ -289,17 +225,12 @@ def test_stats_count_the_tables():
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
 
 
-@pytest.mark.parametrize(
-    ("kind", "alone"), [("proportional", ProportionalSampler), ("rank", RankBasedSampler), ("reaper", ReaPERSampler)]
-)
-def test_the_exponents_are_by_default_those_of_the_sampler_of_the_same_kind(kind, alone):
-    inside, outside = make(priority={"kind": kind}).sampler, alone()
-    assert inside.hyperparameters.keys() == outside.hyperparameters.keys()
-    for name in inside.hyperparameters:
-        assert getattr(inside, name) == getattr(outside, name)
+def test_the_exponents_of_priorities_are_by_default_those_of_the_sampler_alone():
+    inside, outside = make(priority={"kind": "proportional"}).sampler, ProportionalSampler()
+    assert (inside.alpha, inside.beta) == (outside.alpha, outside.beta)
 
 
-@pytest.mark.parametrize("priority", [None, "reaper"])
+@pytest.mark.parametrize("priority", [None, "proportional"])
 def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
     """After ``add``, TorchRL passes the default priority to the sampler, with a number as the index."""
     data = scripted(30)
@@ -316,7 +247,7 @@ def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
     torch.testing.assert_close(*map(probabilities, buffers), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [None, "reaper"])
+@pytest.mark.parametrize("kind", [None, "proportional"])
 def test_loading_the_state_of_a_buffer_that_was_never_written_to(kind):
     priority = kind and {"kind": kind}
     rb, empty = filled(priority=priority), make(priority=priority)
@@ -337,7 +268,7 @@ def test_what_does_not_fit_together():
     with pytest.raises(RuntimeError, match="empty"):
         make().sample()
     rb = make()
-    assert isinstance(rb.sampler, EventTableSampler) and not isinstance(rb.sampler, (RandomSampler, ReaPERSampler))
+    assert isinstance(rb.sampler, EventTableSampler) and not isinstance(rb.sampler, RandomSampler)
     rb.extend(scripted(20))
     for value in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ValueError, match="event_share"):
@@ -349,7 +280,7 @@ def test_what_does_not_fit_together():
 # the files of event tables
 TABLE_FILES = (
     *("core/event_", "core/pair_counts", "writers/event_"),
-    *("samplers/event_table_mixture", "samplers/table_", "samplers/within_table"),
+    *("samplers/event_table_mixture", "samplers/table_"),
 )
 
 
@@ -362,10 +293,10 @@ def learn(rb):
 
 @pytest.mark.parametrize(
     ("retention", "kind", "correction"),
-    [("ring", None, "conditional"), ("ring", "reaper", None), ("pinned", "proportional", "mixture")],
+    [("ring", None, "conditional"), ("ring", "proportional", None), ("pinned", "proportional", "mixture")],
 )
 def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_read_nothing(retention, kind, correction):
-    priority = kind and {"kind": kind} | ({"num_streams": 2} if kind == "reaper" else {})
+    priority = kind and {"kind": kind}
     with EmulatedDevice("torchrl_replay_ext") as device:
         sampler = sampler_of(tables_of(retention, 28), correction=correction, priority=priority)
         rb = buffer_with(sampler, 60, compilable=True, device="emulated", batch_size=16)

@@ -117,7 +117,7 @@ def test_schedules_of_beta_count_batches_without_priorities():
 
 
 def test_exponents_without_effect_do_not_exist():
-    plain, corrected, prioritized = make(), make(correction="mixture"), make(priority={"kind": "rank"})
+    plain, corrected, prioritized = make(), make(correction="mixture"), make(priority={"kind": "proportional"})
     for rb, name, needed in ((plain, "alpha", "priority="), (corrected, "alpha", "priority=")):
         with pytest.raises(AttributeError, match=f"has no {name}; it needs {needed}"):
             setattr(rb.sampler, name, 0.5)
@@ -129,7 +129,7 @@ def test_exponents_without_effect_do_not_exist():
         for priority in (None, {"kind": "proportional"}):
             with pytest.raises(ValueError, match=r"beta is the exponent of correction=; .*priority=dict"):
                 make(beta=beta, priority=priority)
-    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.7, 0.5)
+    assert (prioritized.sampler.alpha, prioritized.sampler.beta) == (0.6, 0.4)
 
 
 def test_mixture_makes_the_expected_loss_that_of_uniform_replay():

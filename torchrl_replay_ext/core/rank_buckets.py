@@ -56,13 +56,8 @@ class RankBuckets:
         """Remove ``slots`` [n]."""
         rank_move(*self._views(), slots.contiguous(), self._removed)
 
-    def update(self, slots: Tensor, priority: Tensor, *, kept: Tensor | None = None) -> None:
-        """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`Distribution.update`.
-
-        A negative priority is that of a new transition. Rows that are not ``kept``, bool [n], are removed. Default:
-        None, all are kept.
-        """
-        priority = priority if kept is None else torch.where(kept, priority, math.nan)
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`Distribution.update`."""
         rank_move(*self._views(), slots.contiguous(), priority.contiguous())
 
     def refresh(self) -> None:

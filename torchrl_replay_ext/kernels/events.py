@@ -340,7 +340,7 @@ def mixture(slots, per_mass, leaves, places, probability):
 @loop
 def draw(
     seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, places, is_mixed,
-    table, eta, low, total, slots, density, probability,
+    table, eta, slots, density, probability,
 ):  # fmt: skip
     """Draw slots from tables.
 
@@ -352,15 +352,14 @@ def draw(
       are 0 or 1 unit.
     * ``counts``, ``begins``, ``slot_at`` and ``places``: see above.
     * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
-      with sum 1; ``low`` and ``total``, the sums of the masses before each table and in it; ``slots``; the
-      ``probability`` of each slot, and a ``density``, [n] each: the probability if ``is_mixed``, else |B_k| q_k(i) for
-      the table k of the row. If nothing can be drawn, both are 0.
+      with sum 1; ``slots``; the ``probability`` of each slot, and a ``density``, [n] each: the probability if
+      ``is_mixed``, else |B_k| q_k(i) for the table k of the row. If nothing can be drawn, both are 0.
     """
     rows, tables, capacity, is_even, share = table.shape[0], counts.shape[0], slot_at.shape[0], is_uniform, 0.0
-    ends, per_mass = np.empty(tables + 1, np.int64), np.zeros(tables)
+    ends, total, per_mass = np.empty(tables + 1, np.int64), np.empty(tables, np.int64), np.zeros(tables)
     prefix(leaves, nodes, pages, capacity, begins, ends)
     for k in range(tables):
-        low[k], total[k] = ends[k], ends[k + 1] - ends[k]
+        total[k] = ends[k + 1] - ends[k]
         is_used = total[k] > 0 and counts[k] >= (rows if min_sizes[k] < 0 else min_sizes[k])
         eta[k] = shares[k] if is_used else 0.0
         share += eta[k]
@@ -380,7 +379,7 @@ def draw(
     else:
         for row in range(rows):
             k = table[row]
-            mass[row] = low[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
+            mass[row] = ends[k] + min(np.int64(uniform(seed[0], row) * total[k]), total[k] - 1)
         descend(leaves, nodes, pages, capacity, slots, mass)
     # short loops, so that the cache misses of the rows overlap
     for row in range(rows):

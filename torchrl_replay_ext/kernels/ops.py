@@ -212,10 +212,7 @@ reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) resu
 reaper_smallest = Kernel("reaper.smallest", "Tensor masses, Tensor omega, Tensor(a!) result, " + _EPISODES)
 reaper_draw = Kernel(
     "reaper.draw",
-    "Tensor seed, Tensor table, Tensor low, Tensor total, Tensor omega, Tensor slot_at, "
-    + _TREE
-    + "Tensor(a!) leaf, Tensor(b!) density, Tensor(c!) acceptance, "
-    + _EPISODES,
+    "Tensor seed, Tensor omega, " + _TREE + "Tensor(a!) leaf, Tensor(b!) density, " + _EPISODES,
 )
 
 _MEMORY = "Tensor(a!) lane_episode, Tensor(b!) lane_next, Tensor(c!) count, Tensor(d!) free_records, "
@@ -286,7 +283,7 @@ events_draw = Kernel(
     "events.draw",
     "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
     "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor places, bool is_mixed, Tensor(a!) table, "
-    "Tensor(b!) eta, Tensor(c!) low, Tensor(d!) total, Tensor(e!) slots, Tensor(f!) density, Tensor(g!) probability",
+    "Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
 )
 
 conditions_quantile = Kernel(

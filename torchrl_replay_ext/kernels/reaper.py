@@ -16,8 +16,6 @@ from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 
 # Rows that reject so many proposals are drawn by one pass over all Ψ.
 ROUNDS = 64
-# Number of additional proposals per table from which its share of accepted proposals is estimated.
-SPARE = 16
 # Random numbers of row i begin at 2^32 i: two for each proposal, and this one for a pass over all Ψ.
 LAST = 2**31
 
@@ -144,100 +142,65 @@ def smallest(
 
 
 @loop
-def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
-    """Draw leaves from Ψ, row i from the range [``low``, ``low`` + ``total``) of the running sum of masses.
+def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
+    """Draw leaves from Ψ.
 
     Each row proposes leaves in proportion to their masses until one is accepted, with probability R^ω. All rows walk
     through the tree together, so that their cache misses overlap.
 
-    * ``seed``, int64 [1], determines the draws; ``table`` [n] is the range of each row. If it is empty, all rows have
-      range 0.
-    * ``low``, ``total``, [tables] each, are the ranges. If a total is 0, the leaf is 0 and its Ψ 0.
-    * ``slot_at`` is the slot of each leaf; empty if leaf i is slot i.
-    * ``leaves``, ``nodes``, ``pages``, ``capacity`` are the tree of the masses, and ``omega`` [1] is ω.
-    * The results are ``leaf`` and its Ψ, ``density``, [n] each.
-    * ``acceptance``, [2, tables], has the running mean of R^ω over the proposals of each range, and the sum of the
-      weights of this mean. If it is empty, nothing is recorded.
+    * ``seed``, int64 [1], determines the draws; ``omega`` [1] is ω.
+    * ``leaves``, ``nodes``, ``pages``, ``capacity`` are the tree of the masses. Leaf i is slot i.
+    * The results are ``leaf`` and its Ψ, ``density``, [n] each; both are 0 if there is no mass.
     * ``episodes`` are the arguments of :func:`reliability` after ``result``.
     """
-    num, num_means = leaf.shape[0], acceptance.shape[1]
-    size = num + SPARE * num_means
-    rows, ranges = np.empty(size, np.int64), np.empty(size, np.int64)
-    proposed, mass = np.empty(size, np.int64), np.empty(size, np.int64)
-    for row in range(size):
-        at = (row - num) // SPARE
-        if row < num:
-            at = table[row] if table.shape[0] > 0 else 0
-        rows[row], ranges[row] = row, min(max(at, 0), low.shape[0] - 1)
-    sums, counts = np.zeros(num_means), np.zeros(num_means)
+    size, total = leaf.shape[0], nodes[0]
+    rows, mass = np.arange(size), np.empty(size, np.int64)
+    proposed, factor = np.empty(size, np.int64), np.empty(size)
+    leaf[:], density[:] = 0, 0.0
+    if total <= 0:
+        return
     for attempt in range(ROUNDS):
         for k in range(size):
-            at = ranges[rows[k]]
             u = uniform(seed[0], (rows[k] << 32) + 2 * attempt)
             # the product may be rounded up to the total
-            mass[k] = low[at] + max(min(np.int64(u * total[at]), total[at] - 1), 0)
+            mass[k] = max(min(np.int64(u * total), total - 1), 0)
         descend(leaves, nodes, pages, capacity, proposed[:size], mass[:size])
-        factor = _factor(proposed[:size], omega[0], slot_at, episodes)
+        _set_factor(proposed[:size], omega[0], factor[:size], episodes)
         kept = 0
         for k in range(size):
             row = rows[k]
-            at = ranges[row]
-            if attempt == 0 and num_means > 0:
-                sums[at] += factor[k]
-                counts[at] += 1
-            if row >= num:
-                continue
-            if total[at] <= 0:
-                leaf[row], density[row] = 0, 0.0
-            elif uniform(seed[0], (row << 32) + 2 * attempt + 1) < factor[k]:
+            if uniform(seed[0], (row << 32) + 2 * attempt + 1) < factor[k]:
                 leaf[row], density[row] = proposed[k], factor[k] * mass[k]
             else:
                 rows[kept] = row
                 kept += 1
         size = kept
         if size == 0:
-            break
-    for at in range(num_means):
-        if counts[at] > SPARE and total[at] > 0:
-            acceptance[0, at] += 0.1 * (sums[at] / counts[at] - acceptance[0, at])
-            acceptance[1, at] += 0.1 * (1.0 - acceptance[1, at])
-    if size > 0:
-        # one pass over all Ψ
-        every = np.arange(capacity)
-        factor = _factor(every, omega[0], slot_at, episodes)
-        running = 0.0
-        sums = np.empty(capacity)
-        for k in range(capacity):
-            running += leaves[place_of(k, leaves, pages)] * factor[k]
-            sums[k] = running
-        for k in range(size):
-            at = ranges[rows[k]]
-            mass[0], mass[1] = low[at], low[at] + total[at] - 1
-            descend(leaves, nodes, pages, capacity, proposed[:2], mass[:2])
-            found = _choose(sums, proposed[0], proposed[1], uniform(seed[0], (rows[k] << 32) + LAST))
-            leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
+            return
+    # one pass over all Ψ
+    running, sums, factor = 0.0, np.empty(capacity), np.empty(capacity)
+    _set_factor(np.arange(capacity), omega[0], factor, episodes)
+    for k in range(capacity):
+        running += leaves[place_of(k, leaves, pages)] * factor[k]
+        sums[k] = running
+    for k in range(size):
+        found = _choose(sums, uniform(seed[0], (rows[k] << 32) + LAST))
+        leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
 
 
 @part
-def _factor(leaves, omega, slot_at, episodes):
-    """R^ω of ``leaves`` [n]."""
-    slots = leaves.copy()
-    if slot_at.shape[0] > 0:
-        for row in range(slots.shape[0]):
-            slots[row] = slot_at[min(slots[row], slot_at.shape[0] - 1)]
-    factor = np.empty(slots.shape[0])
+def _set_factor(slots, omega, factor, episodes):
+    """Set ``factor`` [n] to R^ω of ``slots`` [n]."""
     reliability(slots, factor, *episodes)
     for row in range(slots.shape[0]):
         factor[row] **= omega
-    return factor
 
 
 @part
-def _choose(sums, first, last, u):
-    """Choose one of the leaves ``first`` to ``last`` in proportion to the steps of their running ``sums``."""
-    begin = sums[first - 1] if first > 0 else 0.0
-    target = begin + u * (sums[last] - begin)
-    low, high = first, last
+def _choose(sums, u):
+    """Choose an index in proportion to the steps of the running ``sums``."""
+    low, high = 0, sums.shape[0] - 1
+    target = u * sums[high]
     while low < high:
         middle = (low + high) // 2
         if sums[middle] > target:
@@ -245,6 +208,6 @@ def _choose(sums, first, last, u):
         else:
             low = middle + 1
     # the target may have been rounded up to the end
-    while high > first and sums[high] == sums[high - 1]:
+    while high > 0 and sums[high] == sums[high - 1]:
         high -= 1
     return high

@@ -21,21 +21,11 @@ from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTableMixture
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import ProportionalSampler
-from torchrl_replay_ext.samplers.rank import RankBasedSampler
-from torchrl_replay_ext.samplers.reaper import ReaPERSampler
-from torchrl_replay_ext.samplers.rows import EpisodeReader
 from torchrl_replay_ext.samplers.table_shares import TableShares
-from torchrl_replay_ext.samplers.within_table import ByRank, ByReliability
 
 _CORRECTIONS = (None, *get_args(Correction))
-_PER = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
-_EPISODES = ("num_streams", "truncated", "done_key", "terminated_key", "traj_key", "init_key", "on_load")
-# For each kind of priority=: the distribution, and the sampler whose arguments and defaults it has.
-_KINDS: dict[str, tuple[type[EventTableMixture], type[DistributionSampler], tuple[str, ...]]] = {
-    "proportional": (EventTableMixture, ProportionalSampler, _PER),
-    "rank": (ByRank, RankBasedSampler, ("alpha", "beta", "td_error")),
-    "reaper": (ByReliability, ReaPERSampler, (*_PER, "omega", *_EPISODES)),
-}
+# the entries of priority=, with the defaults of ProportionalSampler
+_PRIORITY = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
 
 
 class EventTableSampler(DistributionSampler):
@@ -91,17 +81,10 @@ class EventTableSampler(DistributionSampler):
       (1 + η) / (1 − η), and w = 1 / p. All expectations are those of uniform replay; the paper calls this aggressive.
       Needs ``retention="ring"``, because a uniform draw from pinned tables is not uniform over experience.
 
-    ``priority=dict(kind=...)`` selects q_k. A transition has the same priority in all tables. New transitions have the
-    largest priority seen so far. The entries for each kind, with defaults:
-
-    * ``"proportional"``: q_k(i) ∝ (\|δ\| + eps)^α, as in :class:`~torchrl_replay_ext.ProportionalSampler`. Entries:
-      ``alpha`` 0.6, ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False.
-    * ``"rank"``: q_k(i) ∝ rank^−α for the rank of i in table k, as in :class:`~torchrl_replay_ext.RankBasedSampler`.
-      Entries: ``alpha`` 0.7, ``beta`` 0.5, ``td_error`` ``"squared"``.
-    * ``"reaper"``: q_k(i) ∝ Ψ_i, as in :class:`~torchrl_replay_ext.ReaPERSampler`. Entries: the arguments of that class
-      and its defaults, except ``capacity``, ``weight_norm`` and ``validate``. Needs ``retention="ring"``. Draws follow
-      Ψ exactly. The sum of Ψ over a table, which p and w need, is estimated from the proposals of the last batches;
-      :meth:`probabilities` is exact.
+    With ``priority=dict(kind="proportional")``, q_k(i) ∝ (\|δ\| + eps)^α, as in
+    :class:`~torchrl_replay_ext.ProportionalSampler`. Further entries of the dict, with their defaults: ``alpha`` 0.6,
+    ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False. A transition has the
+    same priority in all tables. New transitions have the largest priority seen so far.
 
     Args:
         tables: the tables, which an :class:`~torchrl_replay_ext.EventTableWriter` of the same buffer fills.
@@ -135,7 +118,6 @@ class EventTableSampler(DistributionSampler):
 
     alpha = exponent("alpha", ALPHA, only_with="priority=")
     beta = exponent("beta", BETA, only_with="correction= or priority=")
-    omega = exponent("omega", "Exponent of the reliability.", only_with="priority=dict(kind='reaper')")
 
     def __init__(
         self,
@@ -165,21 +147,16 @@ class EventTableSampler(DistributionSampler):
                 "('observation', 'action') for example."
             )
         settings = _settings(priority)
-        kind: str | None = settings.pop("kind", None)
-        _require_compatible(correction, kind, tables, priority)
-        exponents = {name: settings.pop(name) for name in ("alpha", "beta", "omega") if name in settings}
+        _require_compatible(correction, tables, priority)
+        exponents = {name: settings.pop(name) for name in ("alpha", "beta") if name in settings}
         if correction is not None:
             exponents["beta"] = beta
         hyperparameters = make_exponents("EventTableSampler", **exponents)
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         # the tables that the sampler draws from
         self.tables, self._correction = tables, correction
-        further: dict[str, Any] = {}
-        if kind == "reaper":
-            given: dict[str, Any] = {name: settings.pop(name) for name in _EPISODES}
-            further = {"omega": hyperparameters["omega"], "reader": EpisodeReader("EventTableSampler", **given)}
         make = partial(
-            EventTableMixture if kind is None else _KINDS[kind][0],
+            EventTableMixture,
             tables=tables,
             shares=self._shares,
             min_sizes=_min_sizes(min_size, tables),
@@ -188,7 +165,6 @@ class EventTableSampler(DistributionSampler):
             pair_keys=tuple(pair_keys),
             alpha=hyperparameters.get("alpha"),
             beta=hyperparameters.get("beta"),
-            **further,
         )
         super().__init__(None, make, hyperparameters=hyperparameters, validate=validate, **settings)
 
@@ -235,12 +211,10 @@ class EventTableSampler(DistributionSampler):
         self.eta = self._shares.with_event_share(value)
 
 
-def _require_compatible(
-    correction: Correction | None, kind: str | None, tables: EventTables, priority: Mapping[str, Any] | None
-) -> None:
+def _require_compatible(correction: Correction | None, tables: EventTables, priority: Mapping[str, Any] | None) -> None:
     """ValueError if the tables, their priorities and the correction cannot be combined."""
     if correction in ("conditional", "lemma2", "priority"):
-        if kind is not None:
+        if priority is not None:
             raise ValueError(
                 f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
                 "tables; use correction='mixture' or priority=None."
@@ -262,11 +236,6 @@ def _require_compatible(
             f"retention='pinned' all combinations of tables are counted, for at most {MAX_EVENT_TABLES} tables. "
             "Use retention='ring', or let several events share a table."
         )
-    if kind == "reaper" and tables.retention == "pinned":
-        raise ValueError(
-            "EventTableSampler(priority=dict(kind='reaper')): this kind needs tables of retention='ring'; use "
-            "retention='ring' or kind='proportional'."
-        )
 
 
 def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -278,17 +247,19 @@ def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(
             f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
         )
-    kind = priority.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"EventTableSampler(priority={dict(priority)}): kind must be one of {', '.join(_KINDS)}.")
-    _, sampler, names = _KINDS[kind]
-    if unknown := set(priority) - {"kind", *names}:
+    given = dict(priority)
+    if given.pop("kind", None) != "proportional":
         raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind={kind!r} has the entries {', '.join(names)}, not "
-            f"{', '.join(sorted(unknown))}."
+            f"EventTableSampler(priority={dict(priority)}): kind must be 'proportional'; priorities by rank and of "
+            "ReaPER work without event tables only."
         )
-    defaults = signature(sampler).parameters
-    return settings | {name: defaults[name].default for name in names} | dict(priority)
+    if unknown := set(given) - set(_PRIORITY):
+        raise ValueError(
+            f"EventTableSampler(priority={dict(priority)}): kind='proportional' has the entries "
+            f"{', '.join(_PRIORITY)}, not {', '.join(sorted(map(str, unknown)))}."
+        )
+    defaults = signature(ProportionalSampler).parameters
+    return settings | {name: defaults[name].default for name in _PRIORITY} | given
 
 
 def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:

@@ -44,7 +44,7 @@ class EventTableMixture(Distribution):
     """p(i) = Σ_k η_k q_k(i), with q_k(i) ∝ d_i^α, or uniform over table k without ``alpha``.
 
     See :class:`~torchrl_replay_ext.EventTableSampler`. A sum tree holds the mass of each entry of each table; the
-    entries of a table are consecutive leaves. Subclasses have other q_k.
+    entries of a table are consecutive leaves.
 
     With correction "priority", p(i) ∝ 1 + η inside of the union of the event tables and 1 − η outside, for
     η = Σ_{k>0} η_k (SSET, Sec. 4).
@@ -63,10 +63,6 @@ class EventTableMixture(Distribution):
 
     writes_in_graphs = False
     settings = ("eta",)
-    # True if entries are drawn in proportion to their masses, not by :meth:`_draw_entries`
-    draws_by_mass = True
-    # True if the distribution needs to know which entries have changed
-    reads_changes = False
 
     def __init__(
         self,
@@ -109,7 +105,6 @@ class EventTableMixture(Distribution):
         # η of each table, which is changed in place later
         self._eta = shares.current
         if correction == "priority":
-            self.reads_changes = True
             # all rows come from the default table, in proportion to these numbers
             self._eta = (torch.arange(len(tables), device=self._device) == 0).to(torch.float64)
             numbers = torch.ones_like(priorities.of_slot)
@@ -123,39 +118,6 @@ class EventTableMixture(Distribution):
     @property
     def max_supported_priority(self) -> float:
         return MAX_PRIORITY if self._alpha is None else largest_priority(self._tree, self._alpha)
-
-    # --- what subclasses with another q_k define
-
-    def _entries_changed(self, slots: Tensor, entries: Tensor | None, is_all: bool) -> None:
-        """Called after ``slots`` [n] were written or updated, and what is at the positions ``entries`` has changed.
-
-        ``is_all``: all entries have changed. ``entries`` needs :attr:`reads_changes`.
-        """
-
-    def _refresh(self) -> None:
-        """Bring what draws read up to date."""
-
-    def _draw_entries(
-        self, table: Tensor, low: Tensor, total: Tensor, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw an entry for each row, from its ``table`` [B]; only called if not :attr:`draws_by_mass`.
-
-        ``low`` and ``total``: the sums of the masses before each table and in it, int64 [tables].
-
-        Returns:
-            The positions, int64 [B]; numbers in proportion to q_k of each, [B]; their sums over each table, [tables].
-        """
-        raise NotImplementedError
-
-    def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
-        """The sum over the tables of ``per_mass`` [tables] times the number in proportion to q_k(i), [n]."""
-        probability = per_mass.new_empty(slots.shape[0])
-        events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
-        return probability
-
-    def _table_sums(self, total: Tensor) -> Tensor:
-        """The sum over each table of the numbers in proportion to q_k; ``total``: the sums of the masses. O(N)."""
-        return total
 
     # --- masses
 
@@ -171,7 +133,7 @@ class EventTableMixture(Distribution):
                 slots = torch.cat([self._stored(torch.arange(self._size, device=self._device)), slots])
                 view.send()
                 self._tree.clear_()
-            elif begin != end and (view.is_copy or self.reads_changes or self._pairs):
+            elif begin != end and (view.is_copy or self._pairs or self._correction == "priority"):
                 changes = view.changes(begin)
         if self._correction == "priority":
             slots = slots if changes is None else torch.cat([slots, self._stored(changes[:, 1])])
@@ -182,7 +144,6 @@ class EventTableMixture(Distribution):
         leaves, nodes, pages, _ = self._tree.arrays()
         masses = *self._power, slots.contiguous()
         events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
-        self._entries_changed(slots, None if changes is None else changes[:, 0], is_new)
         if self._pairs is not None and not is_traced():
             moved = slots if changes is None else torch.cat([changes[:, 1], slots])
             moved = torch.arange(self._size, device=self._device) if is_new else moved
@@ -243,7 +204,6 @@ class EventTableMixture(Distribution):
             if batch_size not in self._known_sizes:
                 self._known_sizes.add(batch_size)
                 self._warn_of_small_tables()
-        self._refresh()
         leaves, nodes, pages, _ = self._tree.arrays()
         self._tree.raise_if_empty(nodes)
         # 1 / w corrects for the priorities inside the tables only, or it is in proportion to the probability
@@ -251,23 +211,13 @@ class EventTableMixture(Distribution):
         shares, min_sizes, begins = self._settings()
         slot_at, places, counts, _ = self._view.views()
         table, eta = empty(leaves, batch_size, torch.int64), empty(leaves, len(counts), torch.float64)
-        low, total = empty(leaves, len(counts), torch.int64), empty(leaves, len(counts), torch.int64)
         slots, density = empty(leaves, batch_size, torch.int64), empty(leaves, batch_size, torch.float64)
         probability = empty(leaves, batch_size, torch.float32)
         events_draw(
             random_seed(self._device, generator),
             *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, not len(self._power[0])),
-            *(counts, begins, slot_at, places, is_mixed, table, eta, low, total, slots, density, probability),
+            *(counts, begins, slot_at, places, is_mixed, table, eta, slots, density, probability),
         )
-        if not self.draws_by_mass:
-            table, eta, low, total = map(as_tensor, (table, eta, low, total))
-            position, mass, total = self._draw_entries(table, low, total, generator)
-            slots = gather_in_bounds(self._view.slot_at, position).to(torch.int64).clamp_min(0)
-            total = torch.where(total > 0, total, 1.0)
-            density = self._mixture(slots, eta / total)
-            probability = density.to(torch.float32)
-            if not is_mixed:
-                density = gather_in_bounds(self._view.counts / total, table) * mass
         if self._pairs is not None or (is_mixed and self._tables.is_pinned):
             density = self._corrected(*map(as_tensor, (slots, density, eta)))
         self.count_batch()
@@ -307,16 +257,20 @@ class EventTableMixture(Distribution):
         self._shares.step()
 
     def density(self, slots: Tensor) -> Tensor:
-        self._refresh()
         mass = self._tree.prefix(self._view.begins).diff()
         eta = self._used(self._view.counts, mass, self._batch_size, self._eta)
-        total = self._table_sums(mass).to(torch.float64)
-        return self._mixture(slots, eta / torch.where(total > 0, total, 1.0))
+        return self._mixture(slots, eta / mass.clamp_min(1))
 
     def stored_slots(self) -> Tensor:
         everything = torch.arange(self._size, device=self._device)
         held = (self._view.positions(everything) >= 0).any(0)
         return everything[held & (self._log.generation > 0)]
+
+    def _mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
+        """The sum over the tables of ``per_mass`` [tables] times the mass of each of ``slots`` [n], float64 [n]."""
+        probability = per_mass.new_empty(slots.shape[0])
+        events_mixture(slots.contiguous(), per_mass, self._tree.leaves, self._view.places, probability)
+        return probability
 
     def _used(self, counts: Tensor, mass: Tensor, batch_size: int, eta: Tensor) -> Tensor:
         """η of the tables that are used for a batch, with sum 1; see :func:`torchrl_replay_ext.kernels.events.draw`."""

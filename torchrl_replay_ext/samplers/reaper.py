@@ -11,85 +11,16 @@ from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
 from torchrl_replay_ext.arguments import OnLoad, TDError, WeightNorm, require_choice
-from torchrl_replay_ext.compilation import Array, random_seed, uniform
+from torchrl_replay_ext.compilation import random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.event_tables import TableView
 from torchrl_replay_ext.core.priorities import Priorities
-from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.core.write_observer import WriteObserver
-from torchrl_replay_ext.kernels.ops import Views, empty, reaper_draw, reaper_smallest
+from torchrl_replay_ext.kernels.ops import empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.base import Draw, ShardRows, Sums
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import PowerDistribution
 from torchrl_replay_ext.samplers.rows import EpisodeReader, Truncated
-
-
-class Rejection(WriteObserver):
-    """Draws leaves of a sum tree from Ψ: each row proposes leaves that follow m until one is accepted.
-
-    The probability to accept a proposal is R^ω.
-
-    Args:
-        tree: the masses m. Leaf i is slot i, or an entry of ``tables``.
-        episodes: the episodes, which give R.
-        omega: the exponent of R.
-        tables: the event tables. None (default): all rows are drawn from the whole tree.
-    """
-
-    def __init__(self, tree: SumTree, episodes: EpisodeIndex, omega: Hyperparameter, tables: TableView | None = None):
-        self._tree, self._episodes, self._omega, self._tables = tree, episodes, omega, tables
-        device = tree.leaves.device
-        # per table: running mean of R^ω over its proposals, and the sum of the weights of this mean
-        self._acceptance = torch.zeros(
-            2, 0 if tables is None else len(tables.counts), dtype=torch.float64, device=device
-        )
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._constants = Views(zero[:0].clone(), zero)
-
-    def draw(
-        self, batch_size: int, generator: torch.Generator | None, rows: tuple[Tensor, Tensor, Tensor] | None = None
-    ) -> tuple[Array, Array]:
-        """Draw leaves from Ψ, independently, each from the table of its row.
-
-        One random number from ``generator`` determines all draws.
-
-        Args:
-            batch_size: number of rows, B.
-            generator: source of randomness; None: the global generator. A compiled graph ignores it.
-            rows: the table of each row, and the sums of the masses before each table and in it, int64. None (default):
-                there are no tables.
-
-        Returns:
-            The leaves, int64 [B], and Ψ of each, float64 [B].
-        """
-        arrays, none, zero = self._tree.arrays(), *self._constants()
-        if rows is None:
-            self._tree.raise_if_empty(arrays[1])
-            rows = none, zero, arrays[1][:1]
-        leaf, density = empty(none, batch_size, torch.int64), empty(none, batch_size, torch.float64)
-        seed, omega = random_seed(self._acceptance.device, generator), self._omega.views()[0]
-        slot_at = none if self._tables is None else self._tables.slot_at
-        reaper_draw(seed, *rows, omega, slot_at, *arrays, leaf, density, self._acceptance, *self._episodes.arrays())
-        return leaf, density
-
-    def factor(self, slots: Tensor) -> Tensor:
-        """R^ω of ``slots`` [n], float64 [n]."""
-        return self._episodes.reliability(slots) ** self._omega.tensor[0]
-
-    def acceptance(self) -> Tensor:
-        """Running mean of R^ω over the proposals for each table, float64 [tables]; 1 before the first proposal."""
-        mean, weight = self._acceptance.unbind()
-        return torch.where(weight > 0, mean / weight, 1.0)
-
-    def clear(self) -> None:
-        """Reset the running means."""
-        self._acceptance.zero_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state to save."""
-        return {"acceptance": self._acceptance}
 
 
 class ReliabilityAdjusted(PowerDistribution):
@@ -117,7 +48,6 @@ class ReliabilityAdjusted(PowerDistribution):
         self._weight_norm, self._device, self._omega = weight_norm, log.layout.device, omega
         self._episodes = EpisodeIndex(log, reader)
         self.parts = (self._episodes,)
-        self._rejection = Rejection(self._tree, self._episodes, omega)
         # running mean of R^ω over the masses, for draws from several shards; 0: it was not computed yet
         self._acceptance = 0.0
 
@@ -129,8 +59,16 @@ class ReliabilityAdjusted(PowerDistribution):
         self._episodes.update(slots, priority)
 
     def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        slots, density = self._rejection.draw(batch_size, generator)
+        arrays = self._tree.arrays()
+        self._tree.raise_if_empty(arrays[1])
+        slots, density = empty(arrays[0], batch_size, torch.int64), empty(arrays[0], batch_size, torch.float64)
+        seed, omega = random_seed(self._device, generator), self._omega.views()[0]
+        reaper_draw(seed, omega, *arrays, slots, density, *self._episodes.arrays())
         return Draw(slots, density, self._smallest())
+
+    def _factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n], float64 [n]."""
+        return self._episodes.reliability(slots) ** self._omega.tensor[0]
 
     def _smallest(self) -> Tensor | None:
         """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
@@ -154,7 +92,7 @@ class ReliabilityAdjusted(PowerDistribution):
     def _mean_factor(self, generator: torch.Generator | None) -> float:
         """The mean R^ω of 256 slots that are drawn by their masses."""
         slots, _ = self._tree.draw(uniform(256, device=self._device, generator=generator))
-        return self._rejection.factor(slots).mean().item()
+        return self._factor(slots).mean().item()
 
     def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
         drawn = super().draw_in_shard(wanted, generator)
@@ -166,7 +104,7 @@ class ReliabilityAdjusted(PowerDistribution):
         self._episodes.least_largest = largest_episode
 
     def density(self, slots: Tensor) -> Tensor:
-        return super().density(slots) * self._rejection.factor(slots)
+        return super().density(slots) * self._factor(slots)
 
     def stats(self) -> dict[str, Tensor]:
         slots = self._log.stored_slots()

@@ -68,7 +68,7 @@ def _mixed(slot, per_mass, leaves, num_leaves, places, num_slots, tables, lists,
 @jit
 def _draw(
     seed, shares, min_sizes, tree, counts, begins, slot_at, places, num_slots, lists,
-    table, eta, low, total, slots, density, probability, count, tables,
+    table, eta, slots, density, probability, count, tables,
     allocation: tl.constexpr, is_mixed: tl.constexpr, pad: tl.constexpr, num_rows: tl.constexpr,
     together: tl.constexpr,
 ):  # fmt: skip
@@ -85,10 +85,7 @@ def _draw(
     share = tl.where(
         sum_of_shares > 0, share / tl.where(sum_of_shares > 0, sum_of_shares, 1.0), (k == 0).to(tl.float64)
     )
-    is_first = is_table & (tl.program_id(0) == 0)
-    tl.store(eta + k, share, mask=is_first)
-    tl.store(low + k, ahead, mask=is_first)
-    tl.store(total + k, own, mask=is_first)
+    tl.store(eta + k, share, mask=is_table & (tl.program_id(0) == 0))
     number = _table_of(rows, key, share, count, tables, allocation, pad, together)
     tl.store(table + rows, number.to(tl.int64), mask=in_batch)
     is_its = k[None, :] == number[:, None]

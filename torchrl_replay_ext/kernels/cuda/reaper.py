@@ -10,9 +10,9 @@ import triton.language as tl
 from torchrl_replay_ext.kernels.cuda.episodes import episodes_of, position_of
 from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, some, within
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, place_of, power, sum_before, tree_of
-from torchrl_replay_ext.kernels.reaper import LAST, SPARE
+from torchrl_replay_ext.kernels.reaper import LAST
 
-_LAST, _SPARE = tl.constexpr(LAST), tl.constexpr(SPARE)
+_LAST = tl.constexpr(LAST)
 # Rows that reject so many proposals are drawn by two passes over all Ψ. A pass takes longer than on the CPU, because a
 # single thread block makes it.
 ROUNDS = tl.constexpr(1024)
@@ -41,30 +41,12 @@ def _reliability(episodes, slot):
 
 
 @jit
-def _factor(leaf, slot_at, num_entries, omega, episodes):
-    """R^ω of ``leaf`` [n]."""
-    slot = leaf
-    if slot_at is not None:
-        slot = tl.load(slot_at + tl.minimum(leaf, num_entries - 1))
-    return power(_reliability(episodes, slot), omega)
-
-
-@jit
 def uniform(seed, number):
     """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
     x = seed + number.to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 2.0**-53
-
-
-@jit
-def _range_of(rows, table, num_ranges, count):
-    """The range of each row; rows from ``count`` on are additional proposals."""
-    at = (rows - count) // _SPARE
-    if table is not None:
-        at = tl.where(rows < count, tl.load(table + rows, mask=rows < count, other=0), at)
-    return within(at, num_ranges)
 
 
 @jit
@@ -79,81 +61,54 @@ def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
 
 @jit
 def _draw(
-    seed, table, low, total, num_ranges, omega, slot_at, num_entries, masses, leaf, density, first, episodes, count,
-    size, num_rows: tl.constexpr, num_tries: tl.constexpr, num_leaves: tl.constexpr,
+    seed, omega, masses, leaf, density, episodes, count, num_rows: tl.constexpr, num_tries: tl.constexpr,
+    num_leaves: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     tries = tl.arange(0, num_tries)
-    key, exponent = tl.load(seed).to(tl.uint64), tl.load(omega)
-    its_range = _range_of(rows, table, num_ranges, count)
-    begin, width = tl.load(low + its_range), tl.load(total + its_range)
-    # an additional proposal is a row that makes one attempt
-    pending = (rows < size) & (width > 0)
+    key, exponent, width = tl.load(seed).to(tl.uint64), tl.load(omega), tl.load(masses.nodes)
+    pending = (rows < count) & (width > 0)
     found, psi = tl.zeros([num_rows], tl.int64), tl.zeros([num_rows], tl.float64)
     attempt = 0
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (attempt < ROUNDS):
         number = (rows[:, None] << 32) + 2 * (attempt + tries[None, :])
         # the product may be rounded up to the total
-        rest = (uniform(key, number) * width[:, None].to(tl.float64)).to(tl.int64)
-        rest = begin[:, None] + tl.maximum(tl.minimum(rest, width[:, None] - 1), 0)
+        rest = (uniform(key, number) * width.to(tl.float64)).to(tl.int64)
+        rest = tl.maximum(tl.minimum(rest, width - 1), 0)
         proposed, mass = find_leaf(masses, tl.reshape(rest, [num_rows * num_tries]))
-        factor = _factor(proposed, slot_at, num_entries, exponent, episodes)
+        factor = power(_reliability(episodes, proposed), exponent)
         weight = tl.reshape(factor * mass.to(tl.float64), [num_rows, num_tries])
         factor, proposed = tl.reshape(factor, [num_rows, num_tries]), tl.reshape(proposed, [num_rows, num_tries])
-        if first is not None:
-            of_first = tl.sum(tl.where(tries[None, :] == 0, factor, 0.0), axis=1)
-            tl.store(first + rows, of_first, mask=(rows < size) & (attempt == 0))
         accepted = (uniform(key, number + 1) < factor) & pending[:, None]
         # the first accepted proposal, or the last one
         which = tl.min(tl.where(accepted, tries[None, :], num_tries - 1), axis=1)
         is_it = pending[:, None] & (tries[None, :] == which[:, None])
         found = tl.where(pending, tl.sum(tl.where(is_it, proposed, 0), axis=1), found)
         psi += tl.sum(tl.where(is_it & accepted, weight, 0.0), axis=1)
-        pending = pending & (psi == 0) & (rows < count)
+        pending = pending & (psi == 0)
         attempt += num_tries
     if tl.max(pending.to(tl.int32), axis=0) > 0:
         # two passes over all Ψ: their sum, and the leaf at a fraction of it
         target = tl.full([num_rows], -1.0, tl.float64)
         for _ in range(2):
-            running, passed = tl.zeros([num_rows], tl.float64), tl.cast(0, tl.int64)
+            running = tl.cast(0.0, tl.float64)
             for block in range(0, masses.capacity, num_leaves):
                 node = block + tl.arange(0, num_leaves).to(tl.int64)
                 is_leaf = node < masses.capacity
                 node = tl.where(is_leaf, node, 0)
                 mass = tl.load(masses.leaves + place_of(masses, node), mask=is_leaf, other=0)
-                weight = mass.to(tl.float64) * _factor(node, slot_at, num_entries, exponent, episodes)
-                at = passed + tl.cumsum(mass, axis=0) - mass
-                own = (at[None, :] >= begin[:, None]) & (at[None, :] < (begin + width)[:, None])
-                step = tl.where(own, weight[None, :], 0.0)
+                step = mass.to(tl.float64) * power(_reliability(episodes, node), exponent)
                 # the last leaf before which the running sum does not exceed the target
-                before = running[:, None] + (tl.cumsum(step, axis=1) - step)
-                possible = (step > 0) & (before <= target[:, None]) & pending[:, None]
+                before = running + (tl.cumsum(step, axis=0) - step)
+                possible = (step > 0)[None, :] & (before[None, :] <= target[:, None]) & pending[:, None]
                 last = tl.max(tl.where(possible, node[None, :], -1), axis=1)
                 is_it = possible & (node[None, :] == last[:, None])
                 found = tl.where(last >= 0, last, found)
-                psi = tl.where(last >= 0, tl.sum(tl.where(is_it, step, 0.0), axis=1), psi)
-                running += tl.sum(step, axis=1)
-                passed += tl.sum(mass, axis=0)
+                psi = tl.where(last >= 0, tl.sum(tl.where(is_it, step[None, :], 0.0), axis=1), psi)
+                running += tl.sum(step, axis=0)
             target = uniform(key, (rows << 32) + _LAST) * running
     tl.store(leaf + rows, found, mask=rows < count)
     tl.store(density + rows, psi, mask=rows < count)
-
-
-@jit
-def _average(table, total, num_ranges, acceptance, first, count, size, num_rows: tl.constexpr):
-    """Update the running mean of the range with the number of the thread block."""
-    at = tl.program_id(0)
-    sums, counts = tl.zeros([num_rows], tl.float64), tl.zeros([num_rows], tl.float64)
-    for start in range(0, size, num_rows):
-        rows = start + tl.arange(0, num_rows)
-        own = (_range_of(rows, table, num_ranges, count) == at) & (rows < size)
-        sums += tl.load(first + rows, mask=own, other=0.0)
-        counts += own.to(tl.float64)
-    number = tl.sum(counts, axis=0)
-    if (number > _SPARE) & (tl.load(total + at) > 0):
-        mean, weight = acceptance + at, acceptance + num_ranges + at
-        tl.store(mean, tl.load(mean) + 0.1 * (tl.sum(sums, axis=0) / number - tl.load(mean)))
-        tl.store(weight, tl.load(weight) + 0.1 * (1.0 - tl.load(weight)))
 
 
 def reliability(slots, result, *episodes):
@@ -169,15 +124,9 @@ def smallest(masses, omega, result, *episodes):
     in_blocks(_smallest, _SLOTS, count, masses, omega, bits, state)
 
 
-def draw(seed, table, low, total, omega, slot_at, leaves, nodes, pages, capacity, leaf, density, acceptance, *episodes):
+def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
     """See the loop of the same name."""
-    count, num_means, num_ranges = len(leaf), acceptance.shape[1], len(low)
-    size, masses = count + SPARE * num_means, tree_of(leaves, nodes, some(pages), capacity)
-    # R^ω of the first proposal of each row
-    first = density.new_empty(size) if num_means else None
     in_blocks(
-        _draw, _ROWS, size, seed, some(table), low, total, num_ranges, omega, some(slot_at), len(slot_at), masses,
-        leaf, density, first, episodes_of(*episodes), count, num_tries=_TRIES, num_leaves=_SLOTS,
+        _draw, _ROWS, len(leaf), seed, omega, tree_of(leaves, nodes, some(pages), capacity), leaf, density,
+        episodes_of(*episodes), num_tries=_TRIES, num_leaves=_SLOTS,
     )  # fmt: skip
-    if num_means:
-        _average[(num_means,)](table, total, num_ranges, acceptance, first, count, size, num_rows=256)
