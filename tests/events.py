@@ -24,16 +24,10 @@ class NaiveTables:
         self.default = deque(maxlen=self.reach)
         self.episodes: dict = {}
         self.count = 0
-        # tables that each transition has entered, and the newest transition that each table has removed
-        self.entered: dict[int, set] = {}
-        self.dropped = dict.fromkeys(capacity, -1)
 
     def write(self, stream, events, ended, begins=False):
         number, self.count = self.count, self.count + 1
-        if len(self.default) == self.reach:
-            self.dropped["default"] = self.default[0]
         self.default.append(number)
-        self.entered[number] = set()
         if self.size is not None:
             for table in self.tables.values():
                 if number - self.size in table:
@@ -52,9 +46,8 @@ class NaiveTables:
                     continue
                 sent[name].add(step)
                 table.append(step)
-                self.entered[step].add(name)
                 if len(table) > self.capacity[name]:
-                    self.dropped[name] = max(self.dropped[name], table.popleft())
+                    table.popleft()
         if ended:
             del self.episodes[stream]
 

@@ -128,9 +128,9 @@ def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -
     priority: Any = None if kind is None else {"kind": kind}
     if kind is not None:
         priority |= chosen
-    corrections = [None, "mixture"]
-    if kind is None and retention == "ring":
-        corrections += ["conditional", "lemma2", "priority"]
+    corrections = [None]
+    if retention == "ring":
+        corrections += ["mixture", *(["conditional", "lemma2", "priority"] if kind is None else [])]
     sampler = EventTableSampler(
         tables,
         eta={"default": 0.5, "a": 0.3, "b": 0.2},

@@ -165,6 +165,7 @@ def annealed(default, a, b=0.3):
         ),
         (mixture, {"priority": {"kind": "proportional", "beta": 0.5}}, ValueError, "its exponent is beta="),
         (pinned, {"correction": "conditional"}, ValueError, "needs tables of retention='ring'"),
+        (pinned, {"correction": "mixture"}, ValueError, "needs tables of retention='ring'"),
     ],
 )
 def test_bad_arguments_are_named(make, arguments, error, message):

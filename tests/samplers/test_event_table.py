@@ -293,7 +293,7 @@ def learn(rb):
 
 @pytest.mark.parametrize(
     ("retention", "kind", "correction"),
-    [("ring", None, "conditional"), ("ring", "proportional", None), ("pinned", "proportional", "mixture")],
+    [("ring", None, "conditional"), ("ring", "proportional", None), ("pinned", "proportional", None)],
 )
 def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_read_nothing(retention, kind, correction):
     priority = kind and {"kind": kind}

@@ -1,17 +1,16 @@
 """Corrections of EventTableSampler: importance weights, counts of pairs and of classes, and their schedules."""
 
 import math
-import pickle
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.data import buffer_with, event_sampler
-from tests.events import NaiveTables, scripted
+from tests.events import scripted
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
 from tests.samplers.experience import probabilities
-from torchrl_replay_ext import Anneal, EventSpec, EventTables, EventTableSampler
+from torchrl_replay_ext import Anneal
 
 
 def two_outcomes(count=4000, **sampler):
@@ -144,63 +143,10 @@ def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
 
 
-def naive_class_weights(naive, eta, priority):
-    """w of each stored transition up to a factor, from plain lists; w and ``priority`` are indexed by number."""
-    tables = {"default": list(naive.default), **{name: list(table) for name, table in naive.tables.items()}}
-    stored = naive.stored()
-    rate, drawn = {}, {}
-    for label in {frozenset(naive.entered[number]) for number in stored}:
-        members = [number for number in stored if naive.entered[number] == label]
-        complete_from = 1 + min(naive.dropped[name] for name in ("default", *label))
-        rate[label] = len(members) / (naive.count - complete_from)
-        drawn[label] = sum(
-            eta[name] * sum(naive.entered[number] == label for number in table) / len(table)
-            for name, table in tables.items()
-        )
-    weights = {}
-    for number in stored:
-        label = frozenset(naive.entered[number])
-        holding = {name: table for name, table in tables.items() if number in table}
-        evenly = sum(eta[name] / len(table) for name, table in holding.items())
-        by_priority = sum(
-            eta[name] * priority[number] / sum(priority[other] for other in table) for name, table in holding.items()
-        )
-        weights[number] = rate[label] / drawn[label] * evenly / by_priority
-    return weights
-
-
-@pytest.mark.parametrize("kind", [None, "proportional"])
-def test_mixture_weighs_classes_by_how_often_they_were_written_where_tables_pin(kind):
-    specs, capacity = [("a", 4, "a"), ("b", 2, "b")], {"default": 40, "a": 15, "b": 50}
-    tables = tables_of("pinned", history=(4, 2), **capacity)
-    sampler = sampler_of(tables, correction="mixture", priority=kind and {"kind": kind, "alpha": 1.0})
-    rb = buffer_with(sampler, 105, batch_size=200)
-    naive, data = NaiveTables(specs, capacity), scripted(900, streams=3, p_event=0.06, seed=5)
-    for first in range(0, 900, 7):
-        naive.extend(data[first : first + 7])
-        rb.extend(data[first : first + 7].clone())
-        if first % 70 or not min(tables.sizes().values()):
-            continue
-        live = torch.cat([tables[name].index() for name in tables]).unique()
-        mass = torch.ones(105)
-        if kind is not None:
-            mass = 0.1 + torch.rand(105)
-            rb.update_priority(live, (mass[live] - 1e-6) ** 2)
-        batch = rb.sample()
-        # the next update is none of this batch
-        rb.sampler.state.log.drawn_at.zero_()
-        number_of_slot = rb.storage[:]["number"]
-        priority = {int(number_of_slot[slot]): float(mass[slot]) for slot in range(len(rb))}
-        expected = naive_class_weights(naive, ETA, priority)
-        expected = torch.tensor([expected[number] for number in batch["number"].tolist()])
-        torch.testing.assert_close(batch["priority_weight"], expected / expected.max(), rtol=1e-4, atol=1e-6)
-    assert set(naive.dropped.values()).isdisjoint({-1}), "every table has dropped something"
-
-
-def outcomes(retention, correction):
+def outcomes(correction):
     """Mean and error over batches of the weighted shares of four outcomes of one (s, a): no event, a, b, both."""
     torch.manual_seed(0)
-    tables = tables_of(retention, default=300, a=150, b=450, history=(1, 1))
+    tables = tables_of(a=150, b=450, history=(1, 1))
     rb = buffer_with(sampler_of(tables, correction=correction), 900, batch_size=200)
     shares = []
     for step in range(400):
@@ -218,49 +164,13 @@ def outcomes(retention, correction):
 OUTCOMES = (0.85, 0.05, 0.05, 0.05)
 
 
-@pytest.mark.parametrize("retention", ["ring", "pinned"])
-def test_mixture_gives_each_outcome_its_probability_however_long_tables_keep_it(retention):
-    """The default table keeps 300 transitions, table a its entries of about 1500 steps, table b of 4500."""
+def test_mixture_gives_each_outcome_its_probability():
     truth = torch.tensor(OUTCOMES, dtype=torch.float64)
-    mean, error = outcomes(retention, "mixture")
+    mean, error = outcomes("mixture")
     # successive batches are drawn from almost the same transitions
     assert ((mean - truth).abs() < 8 * error).all() and ((mean - truth).abs() < 0.01).all(), mean
-    mean, _ = outcomes(retention, None)
+    mean, _ = outcomes(None)
     assert ((mean - truth).abs() > 0.03).all(), "without correction they are biased"
-
-
-def test_class_counts_follow_tables_through_all_that_happens_to_them():
-    rb = make("pinned", size=80, correction="mixture")
-    data = scripted(600, seed=4, p_event=0.1, streams=2)
-    for number, rows in enumerate(data.split(20)):
-        if number == 10:
-            rb.sampler.tables["b"].capacity = 9
-        elif number == 15:
-            rb.sampler.tables["b"].capacity = 20
-            rb.mark_update(torch.arange(5))
-        elif number == 20:
-            rb.set_sampler(sampler_of(rb.sampler.tables, correction="mixture"))
-        elif number == 25:
-            rb = pickle.loads(pickle.dumps(rb))
-        elif number == 28:
-            rb.empty()
-        rb.extend(rows.clone())
-        weight = rb.sample()["priority_weight"]
-        # also of a sampler that was attached later
-        assert weight.isfinite().all() and weight.max() == 1 and (weight > 0).all()
-
-
-def test_too_many_sets_of_pinned_tables_are_refused():
-    names = [f"e{number}" for number in range(17)]
-    tables = EventTables(
-        [EventSpec(name, ("next", name), 1) for name in names],
-        dict.fromkeys(["default", *names], 2),
-        retention="pinned",
-    )
-    eta = {"default": 1.0} | dict.fromkeys(names, 0.0)
-    with pytest.raises(ValueError, match="for at most 16"):
-        EventTableSampler(tables, eta=eta, correction="mixture")
-    EventTableSampler(tables, eta=eta)
 
 
 @pytest.mark.parametrize("parts", [("storage", "writer", "sampler"), ("sampler", "storage", "writer")])

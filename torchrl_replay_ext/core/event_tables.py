@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode
 from torchrl_replay_ext.core.conditions import AdaptiveCondition
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, UNSENT, WRITTEN
+from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.
@@ -22,10 +22,8 @@ STORAGE_ATTRIBUTE = "_event_tables"
 # the arrays of the kernels, all but the last one are saved; see kernels/events.py
 ARRAYS = (
     *("slot_at", "links", "places", "heads", "counts", "capacities", "begins", "number", "before", "free", "counters"),
-    *("complete_from", "classes", "journal"),
+    "journal",
 )
-# There is a class for every subset of the event tables, so this limits the number of classes to 2^16.
-MAX_EVENT_TABLES = 16
 _NO_SLOTS = np.empty(0, np.int64)
 
 
@@ -190,19 +188,17 @@ class EventTables(Mapping[str, EventTable]):
         capacities = [size] * first + self.most[first:]
         positions, listed = sum(capacities), sum(capacities[first:])
         wide = torch.int32 if positions < 2**31 else torch.int64
-        num_classes = 1 << (count - 1) if self.is_pinned and count <= MAX_EVENT_TABLES + 1 else 0
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device="cpu")
 
         self.capacities = torch.tensor(capacities, device="cpu")
         self.begins = torch.cat([zeros(1), self.capacities.cumsum(0)])
-        self.counts, self.complete_from = zeros(count), zeros(count)
+        self.counts, self.counters = zeros(count), zeros(5)
         self.slot_at, self.before, self.number = zeros(positions, dtype=wide), zeros(size, dtype=wide), zeros(size)
         self.places = zeros(count - first, size, dtype=wide)
         self.links, self.heads = zeros(2, listed, dtype=wide), zeros(2, count)
         self.free = zeros(size if self.is_pinned else 0, dtype=wide)
-        self.classes, self.counters = zeros(count + 1, num_classes), zeros(5)
         self.journal = zeros(4096 + positions // 16, 2, dtype=wide)
         self.arrays = Views(*(vars(self)[name] for name in ARRAYS))
         self.clear()
@@ -240,8 +236,6 @@ class EventTables(Mapping[str, EventTable]):
         for tensor in (self.places, self.number, self.before, self.links, self.heads):
             tensor.fill_(-1)
         self.counts.zero_()
-        self.classes.zero_()
-        self.complete_from.fill_(self.counters[WRITTEN])
         self.free.copy_(torch.arange(len(self.free), device="cpu"))
         self.counters[[NEXT_SLOT, FREE_HEAD]] = 0
         self.counters[FREE_TAIL] = len(self.free)
@@ -304,10 +298,6 @@ class EventTables(Mapping[str, EventTable]):
             self._restart_ring(size, int(slots[0]))
 
 
-def class_of(places: Tensor) -> Tensor:
-    """The class of each slot, from its ``places`` [event tables, n]: bit k - 1 is set if it has entered table k."""
-    bits = 1 << torch.arange(len(places), device=places.device).unsqueeze(1)
-    return ((places != UNSENT) * bits).sum(0)
 
 
 class TableView:
@@ -323,18 +313,18 @@ class TableView:
 
     def __init__(self, tables: EventTables, device: torch.device):
         self._tables, self._device, self.is_copy = tables, device, device.type != "cpu"
-        self._sources = tables.slot_at, tables.places, tables.counts, tables.classes, tables.complete_from
+        self._sources = tables.slot_at, tables.places, tables.counts
         self._arrays = [array.to(device, non_blocking=True) for array in self._sources]
-        self.slot_at, self.places, self.counts, self.classes, self.complete_from = self._arrays
+        self.slot_at, self.places, self.counts = self._arrays
         self.begins = tables.begins.to(device, non_blocking=True)
         # changes are sent one by one
         self.journal = self.begins[:2].view(1, 2) if self.is_copy else tables.journal
         self.views = Views(self.slot_at, self.places, self.counts, self.journal)
 
-    def send(self, first: int = 0) -> None:
-        """Send all arrays to the device, or those from number ``first`` on."""
+    def send(self) -> None:
+        """Send all arrays to the device."""
         if self.is_copy:
-            for own, source in [*zip(self._arrays, self._sources, strict=True)][first:]:
+            for own, source in zip(self._arrays, self._sources, strict=True):
                 own.copy_(source, non_blocking=True)
 
     def changes(self, seen: int) -> Tensor:
@@ -350,7 +340,7 @@ class TableView:
             changes, now, places = (each.to(self._device, non_blocking=True) for each in (changes, now, places))
             self.slot_at.index_copy_(0, changes[:, 0], now)
             self.places.index_copy_(1, changes[:, 1], places)
-            self.send(2)
+            self.counts.copy_(self._tables.counts, non_blocking=True)
         return changes
 
     def positions(self, slots: Tensor) -> Tensor:

@@ -11,10 +11,6 @@
 * ``number``: the number of each slot's transition, in the order of writing. ``before``: the slot of the step before it
   in the same episode, -1 if there is none.
 * ``free``: a queue of the slots that no table holds; empty in a ring, whose default table is no list.
-* ``complete_from``: of the transitions that have entered a table, it still holds all with at least this number.
-* ``classes``, for pinned tables: the number of transitions of each class in each table, and in any table. The class of
-  a transition is the set of event tables that it has entered, including tables that have dropped it again: bit k - 1 is
-  set for table k. So for transitions of the same class, only the age decides which tables still hold them.
 * ``journal``: each position that changed, and the slot that entered or left it.
 """
 
@@ -39,35 +35,10 @@ def _inside(index, size):
 
 @part
 def _note(position, slot, tables):
-    counters, journal = tables[10], tables[13]
+    counters, journal = tables[10], tables[11]
     place = counters[CHANGES] % journal.shape[0]
     journal[place, 0], journal[place, 1] = position, slot
     counters[CHANGES] += 1
-
-
-@part
-def _count(slot, change, places, classes):
-    """Add ``change`` to the counts of the class of a slot's transition."""
-    label, is_held = 0, False
-    for k in range(1, places.shape[0]):
-        label |= (places[k, slot] != UNSENT) << (k - 1)
-    for k in range(places.shape[0]):
-        if places[k, slot] >= 0:
-            classes[k, label] += change
-            is_held = True
-    if is_held:
-        classes[places.shape[0], label] += change
-
-
-@part
-def _move(row, slot, place, places, classes):
-    """Change the place of a slot in a list."""
-    has_classes = classes.shape[1] > 0
-    if has_classes:
-        _count(slot, -1, places, classes)
-    places[row, slot] = place
-    if has_classes:
-        _count(slot, 1, places, classes)
 
 
 @part
@@ -86,12 +57,11 @@ def _join(k, older, newer, links, heads):
 @part
 def _remove(k, place, tables):
     """Remove the entry ``place`` of a table; the last one moves to its position."""
-    slot_at, links, places, heads, counts, _, begins, number, _, free, counters, complete_from, classes, _ = tables
+    slot_at, links, places, heads, counts, _, begins, _, _, free, counters, _ = tables
     first = counts.shape[0] - places.shape[0]
     base, place = begins[first], _inside(place, links.shape[1])
     slot = _inside(slot_at[base + place], places.shape[1])
-    _move(k - first, slot, LEFT, places, classes)
-    complete_from[k] = max(complete_from[k], number[slot] + 1)
+    places[k - first, slot] = LEFT
     _join(k, links[0, place], links[1, place], links, heads)
     _note(base + place, slot, tables)
     counts[k] = max(counts[k] - 1, 0)
@@ -122,7 +92,7 @@ def _put(k, slot, tables):
     place = position - begins[first]
     counts[k] += 1
     slot_at[position] = slot
-    _move(k - first, slot, position, places, tables[12])
+    places[k - first, slot] = position
     _join(k, heads[1, k], place, links, heads)
     links[1, place], heads[1, k] = -1, place
     _note(position, slot, tables)
@@ -162,7 +132,7 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
         history: τ of each event.
         tables: see above.
     """
-    _, _, places, heads, counts, capacities, begins, number, before, free, counters, _, _, _ = tables
+    _, _, places, heads, counts, capacities, begins, number, before, free, counters, _ = tables
     first, num_slots, is_pinned = counts.shape[0] - places.shape[0], places.shape[1], free.shape[0] > 0
     longest = 1
     for event in range(history.shape[0]):

@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import is_key, is_number, require_choice, require_integer
 from torchrl_replay_ext.core.event_spec import DEFAULT
-from torchrl_replay_ext.core.event_tables import MAX_EVENT_TABLES, STORAGE_ATTRIBUTE, EventTables
+from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
 from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTableMixture
@@ -45,41 +45,25 @@ class EventTableSampler(DistributionSampler):
     * ``"priority_weight"``, float32 [B]: the importance-sampling weight w divided by the largest weight of the batch.
       TorchRL's losses apply it.
 
-    ``correction`` selects w:
+    ``correction`` selects w. All corrections need ``retention="ring"``: pinned tables keep outcomes with an event
+    longer than outcomes of the same (s, a) without one, so the stored transitions do not show how often each outcome
+    was experienced.
 
     * ``None``: w = 1. The paper does this for deterministic or mildly stochastic tasks. With ``priority``,
       w = (\|B_k\| q_k(i))^−β with β from ``priority``; this corrects for the priorities only.
     * ``"mixture"``: with β = 1 the expected loss is that of uniform replay, so the over-sampling of events is removed
-      too; 0 < β < 1 is a compromise, as in PER. The formula depends on the ``retention`` of the tables:
-
-      * ``"ring"``: (1 / (N p(i)))^β for N stored transitions. Exact for any task and any priority.
-      * ``"pinned"``: (r(c) / P(c))^β. c is the class of transition i: the set of event tables that it has entered. r(c)
-        is the rate at which transitions of this class were written, measured over the time for which the tables still
-        hold all of them. P(c) = Σ_k η_k \|B_k ∩ c\| / \|B_k\| is the probability that a draw is of class c. With
-        ``priority``, the weight is multiplied by p(i) without priorities and divided by p(i).
-
-        Weights that are uniform over stored transitions would be biased, because pinned tables keep outcomes with an
-        event longer than outcomes of the same (s, a) without an event. The weights are exact if the distribution of
-        the transitions of a class is constant over that time, as for a fixed policy and environment. If the policy
-        changes, old transitions keep the (s, a) of the old policy; then only ``retention="ring"`` is exact. The class
-        of a transition is final when its episode has ended, so the newest τ transitions of each stream may be counted
-        in a smaller class. With η = 0 for the default table, transitions without an event are never drawn, and weights
-        cannot compensate for this. At most 16 event tables are supported. If a sampler is attached to tables in use, it
-        starts with the stored transitions, and takes the time since the oldest one in the default table.
-
+      too; 0 < β < 1 is a compromise, as in PER. w = (1 / (N p(i)))^β for N stored transitions, which is exact for any
+      task and any priority.
     * ``"conditional"``: (m / p(i))^β, where m is the mean of p over the stored transitions with the same state and
       action. With β = 1, the outcomes of each (s, a) are weighted by how often they were experienced, while (s, a) that
-      lead to events stay over-sampled. For discrete states and actions, see ``pair_keys``. Needs ``retention="ring"``,
-      because pinned tables do not store the outcomes of (s, a) in the proportions in which they were experienced.
+      lead to events stay over-sampled. For discrete states and actions, see ``pair_keys``.
     * ``"lemma2"``: Lemma 2 of the paper as printed, applied to each transition: 1 − η P((s, a, ·) ∉ B^ν) inside the
       union B^ν of the event tables, 1 / (1 − η) outside, with η = Σ_{k>0} η_k. It is correct to first order only. For
       example, if half of the outcomes lead to an event and η = .5, this half gets .5294 of the weighted draws instead
-      of .5; without correction it gets .75, with ``"conditional"`` .5. Needs ``retention="ring"``, because it counts
-      outcomes as they were experienced.
+      of .5; without correction it gets .75, with ``"conditional"`` .5.
     * ``"priority"``: the paper's version for continuous tasks (Sec. 4). Transitions are drawn from the whole storage
       instead of from tables in proportions η; probabilities inside and outside of the union B^ν have the ratio
       (1 + η) / (1 − η), and w = 1 / p. All expectations are those of uniform replay; the paper calls this aggressive.
-      Needs ``retention="ring"``, because a uniform draw from pinned tables is not uniform over experience.
 
     With ``priority=dict(kind="proportional")``, q_k(i) ∝ (\|δ\| + eps)^α, as in
     :class:`~torchrl_replay_ext.ProportionalSampler`. Further entries of the dict, with their defaults: ``alpha`` 0.6,
@@ -213,28 +197,22 @@ class EventTableSampler(DistributionSampler):
 
 def _require_compatible(correction: Correction | None, tables: EventTables, priority: Mapping[str, Any] | None) -> None:
     """ValueError if the tables, their priorities and the correction cannot be combined."""
-    if correction in ("conditional", "lemma2", "priority"):
-        if priority is not None:
-            raise ValueError(
-                f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
-                "tables; use correction='mixture' or priority=None."
-            )
-        if tables.retention == "pinned":
-            raise ValueError(
-                f"EventTableSampler(correction={correction!r}): this correction needs tables of retention='ring', "
-                "because pinned tables store transitions with events for longer than others. Use retention='ring' "
-                "or correction='mixture'."
-            )
-    if correction is not None and priority is not None and "beta" in priority:
+    if correction is None:
+        return
+    if tables.is_pinned:
+        raise ValueError(
+            f"EventTableSampler(correction={correction!r}): a correction needs tables of retention='ring', because "
+            "pinned tables store transitions with events for longer than others. Use retention='ring' or "
+            "correction=None."
+        )
+    if correction != "mixture" and priority is not None:
+        raise ValueError(
+            f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
+            "tables; use correction='mixture' or priority=None."
+        )
+    if priority is not None and "beta" in priority:
         raise ValueError(
             f"EventTableSampler(correction={correction!r}): its exponent is beta=; remove 'beta' from priority."
-        )
-    by_class = correction == "mixture" and tables.retention == "pinned"
-    if by_class and len(tables) - 1 > MAX_EVENT_TABLES:
-        raise ValueError(
-            f"EventTableSampler(correction='mixture'): there are {len(tables) - 1} event tables; with "
-            f"retention='pinned' all combinations of tables are counted, for at most {MAX_EVENT_TABLES} tables. "
-            "Use retention='ring', or let several events share a table."
         )
 
 

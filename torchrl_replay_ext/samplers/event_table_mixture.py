@@ -17,13 +17,13 @@ from torchrl_replay_ext.compilation import (
     uniform,
     where_int64,
 )
-from torchrl_replay_ext.core.event_tables import EventTables, TableView, class_of
+from torchrl_replay_ext.core.event_tables import EventTables, TableView
 from torchrl_replay_ext.core.pair_counts import PairCounts
 from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.functional.allocation import METHODS, Allocation, allocate
-from torchrl_replay_ext.kernels.events_layout import CHANGES, UNSENT
+from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw, events_mixture, events_set_masses
 from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, ShardRows, Sums
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
@@ -33,11 +33,6 @@ Correction = Literal["mixture", "conditional", "lemma2", "priority"]
 
 # why rows cannot be drawn from several shards
 _PAIRS = "this correction counts outcomes, which may lie in several shards; use correction=None or 'mixture'."
-_ORDER = "these priorities need all rows of a table; use priority=dict(kind='proportional')."
-_CLASSES = (
-    "correction='mixture' with retention='pinned' counts combinations of tables, which needs all of them; use "
-    "retention='ring'."
-)
 
 
 class EventTableMixture(Distribution):
@@ -218,8 +213,8 @@ class EventTableMixture(Distribution):
             *(shares, min_sizes, METHODS.index(self._allocation), leaves, nodes, pages, not len(self._power[0])),
             *(counts, begins, slot_at, places, is_mixed, table, eta, slots, density, probability),
         )
-        if self._pairs is not None or (is_mixed and self._tables.is_pinned):
-            density = self._corrected(*map(as_tensor, (slots, density, eta)))
+        if self._pairs is not None:
+            density = self._corrected(self._pairs, *map(as_tensor, (slots, density, eta)))
         self.count_batch()
         extras = {"table": as_tensor(table), "sample_probability": as_tensor(probability)}
         if self._beta is None:
@@ -228,27 +223,16 @@ class EventTableMixture(Distribution):
             return Draw(slots, extras=extras)
         return Draw(slots, density, extras=extras)
 
-    def _corrected(self, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
+    def _corrected(self, pairs: PairCounts, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
         """1 / w of ``slots`` [n] up to a factor, for the corrections that count transitions; float64 [n]."""
-        view, places = self._view, self._view.find(slots)
-        per_entry = (eta / view.counts.clamp_min(1)).unsqueeze(1)
-        if self._pairs is None:
-            counts = gather_in_bounds(view.classes.t(), class_of(places[1:])).t()
-            # some table that the class has entered still holds all its transitions from number ``first`` on
-            newest = view.complete_from[:1]
-            first = torch.where(places[1:] != UNSENT, view.complete_from[1:].unsqueeze(1), newest).amin(0)
-            period = (newest + view.counts[0] - torch.minimum(first, newest)).clamp_min(1)
-            result = (counts[:-1] * per_entry).sum(0) * period / counts[-1].clamp_min(1)
-            if self.takes_priorities:
-                # within a class, correct for the priorities inside the tables
-                result = result * probability / ((places >= 0) * per_entry).sum(0)
-        elif self._correction == "conditional":
-            of_pair = self._pairs.of(slots)
+        of_pair = pairs.of(slots)
+        if self._correction == "conditional":
+            per_entry = (eta / self._view.counts.clamp_min(1)).unsqueeze(1)
             result = of_pair[0] * probability / (of_pair[:-1] * per_entry).sum(0)
         else:
-            of_pair, event_share = self._pairs.of(slots), 1 - eta[0]
+            event_share = 1 - eta[0]
             inside = 1 - event_share * (1 - of_pair[-1] / of_pair[0])
-            result = torch.where((places >= 0).any(0), 1 / inside, 1 - event_share)
+            result = torch.where((self._view.find(slots) >= 0).any(0), 1 / inside, 1 - event_share)
         return torch.where(probability > 0, result, 0.0)
 
     def count_batch(self) -> None:
@@ -285,10 +269,6 @@ class EventTableMixture(Distribution):
     def sums(self) -> Sums:
         if self._correction not in (None, "mixture"):
             raise ValueError(_PAIRS)
-        if self._correction == "mixture" and self._tables.is_pinned:
-            raise ValueError(_CLASSES)
-        if not self.draws_by_mass:
-            raise ValueError(_ORDER)
         masses = self._tree.prefix(self._view.begins).diff().double()
         return Sums(masses, count=self._view.counts.clone())
 
