@@ -78,19 +78,16 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     """TorchRL's round-robin writer with its cursor in a tensor that is changed in place.
 
     It is the default writer of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
-
-    Args:
-        track_generations: as in TorchRL's writer; not supported in compiled graphs. Default: False.
     """
 
     # True if rows are written to one slot of the ring after the other
     _follows_ring = True
 
     @outside_inference_mode()
-    def __init__(self, *, track_generations: bool = False):
+    def __init__(self):
         self.cursor_value = torch.zeros((), dtype=torch.int64, device="cpu")
         self._write_count_value = torch.zeros((), dtype=torch.int64, device="cpu")
-        super().__init__(compilable=True, track_generations=track_generations)
+        super().__init__(compilable=True)
 
     _cursor = _counter("cursor_value")
     _write_count = _counter("_write_count_value")
@@ -194,10 +191,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         if 0 in data.shape:
             return torch.empty((0, storage.ndim) if storage.ndim > 1 else 0, dtype=torch.int64, device="cpu")
         if is_traced():
-            if not isinstance(storage, CompilableTensorStorage) or self._track_generations:
-                raise TypeError(
-                    "CompilableWriter: compiled graphs need a CompilableTensorStorage and track_generations=False."
-                )
+            if not isinstance(storage, CompilableTensorStorage):
+                raise TypeError("CompilableWriter: compiled graphs need a CompilableTensorStorage.")
             return self._extend(data)
         self._check(data, storage.ndim)
         index = self._undone_if_refused(self._extend, data)
@@ -240,8 +235,6 @@ class CompilableWriter(TensorDictRoundRobinWriter):
             storage.set(index[-steps:], data[-steps:])
         else:
             storage.set(index, data)
-        if self._track_generations:
-            self._bump_generation(index, data)
         known = shape_and_device(storage) if storage.ndim > 1 else None
         if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
