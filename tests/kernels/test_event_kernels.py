@@ -59,7 +59,6 @@ def test_all_implementations_fill_the_same_tables(run, retention, num_lanes):
                 # this write fails
                 call(tables.undo, slots, 60)
             if step == 6:
-                tables.capacities[2] = 6
                 call(tables.remove, np.array([-1, 3, 60, *slots[:5]]))
             before = [call(earlier, tables, episode) for episode in episodes[:2]]
             found.append([slots, episodes, before, *tables.arrays()])
@@ -74,8 +73,8 @@ def test_tables_whose_arrays_hold_anything_are_changed_within_their_bounds():
         begins = tables.begins.clone()
         for seed in range(20):
             torch.manual_seed(seed)
-            for array in tables.arrays()[:10]:
-                if array.dtype != np.int64 or array is tables.arrays()[7]:
+            for array in tables.arrays()[:9]:
+                if array.dtype != np.int64 or array is tables.arrays()[6]:
                     array[...] = torch.randint(-(2**31), 2**31 - 1, array.shape).numpy()
             write_rows(tables, no_episodes(4), random_rows(30, 4), np.arange(30))
             tables.remove(np.arange(60))

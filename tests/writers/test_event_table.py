@@ -191,22 +191,6 @@ def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
     assert contents(rb, tables, "back") == list(naive.tables["back"])
 
 
-def test_capacity_can_be_lowered_and_raised_again():
-    rb, tables = make([("a", 4, "a")], {"a": 30, "default": 20})
-    data = scripted(300, p_event=0.2, seed=2)
-    rb.extend(data[:100].clone())
-    before = contents(rb, tables, "a")
-    tables["a"].capacity = 10
-    assert contents(rb, tables, "a") == before[-10:] and tables["a"].capacity == 10
-    rb.extend(data[100:200].clone())
-    assert len(tables["a"]) == 10
-    tables["a"].capacity = 30
-    rb.extend(data[200:].clone())
-    assert len(tables["a"]) == 30
-    with pytest.raises(ValueError, match=r"must be in \[1, 30\]"):
-        tables["a"].capacity = 31
-
-
 @pytest.mark.parametrize("on_load", ["truncate", "continue"])
 @pytest.mark.parametrize("history", [1, 2, 9])
 def test_a_state_can_be_loaded_with_another_history(history, on_load):
@@ -219,20 +203,6 @@ def test_a_state_can_be_loaded_with_another_history(history, on_load):
     rb.extend(data[10:].clone())
     first = 11 - history if on_load == "continue" else 10
     assert contents(rb, tables, "a") == list(range(first, 11))
-
-
-def test_a_default_table_that_was_smaller_for_a_while():
-    """Transitions that it removed cannot enter a table, even if they would fit into it again."""
-    rb, tables = make([("a", 10, "a")], {"a": 30, "default": 20})
-    data = marked(60, event=[20])
-    rb.extend(data[:20].clone())
-    tables["default"].capacity = 2
-    tables["default"].capacity = 20
-    rb.extend(data[20:21].clone())
-    assert contents(rb, tables, "a") == contents(rb, tables, "default") == [18, 19, 20]
-    rb.extend(data[21:].clone())
-    assert contents(rb, tables, "a") == [18, 19, 20]
-    assert contents(rb, tables, "default") == list(range(40, 60))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType
 
@@ -21,10 +22,9 @@ STORAGE_ATTRIBUTE = "_event_tables"
 
 # the arrays of the kernels, all but the last one are saved; see kernels/events.py
 ARRAYS = (
-    *("slot_at", "links", "places", "heads", "counts", "capacities", "begins", "number", "before", "free", "counters"),
+    *("slot_at", "links", "places", "heads", "counts", "begins", "number", "before", "free", "counters"),
     "journal",
 )
-_NO_SLOTS = np.empty(0, np.int64)
 
 
 class EventTable:
@@ -48,27 +48,8 @@ class EventTable:
 
     @property
     def capacity(self) -> int:
-        """κ, the maximum number of transitions. It can be lowered, and raised up to its initial value.
-
-        A fraction, as a schedule produces it, is rounded down.
-        """
-        return int(self._tables.capacities[self._number])
-
-    @capacity.setter
-    def capacity(self, value: float) -> None:
-        tables, name, most = self._tables, self._tables.names[self._number], self._tables.most[self._number]
-        if self._number < tables.first or not tables.is_allocated:
-            raise ValueError(
-                f"EventTables[{name!r}].capacity={value}: the capacity can only be changed after the first write; with "
-                "retention='ring' the capacity of the default table is that of the storage and cannot be changed."
-            )
-        if isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(
-                f"EventTables[{name!r}].capacity={value}: the capacity must be in [1, {most}], since memory was "
-                f"allocated for {most} entries; for more, pass a larger capacity to EventTables."
-            )
-        tables.capacities[self._number] = int(value)
-        tables.remove(_NO_SLOTS)
+        """κ, the maximum number of transitions."""
+        return self._tables.capacities[self._number]
 
 
 class EventTables(Mapping[str, EventTable]):
@@ -111,9 +92,9 @@ class EventTables(Mapping[str, EventTable]):
 
     @outside_inference_mode()
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
-        most = table_capacities(specs, capacity, retention)
+        capacities = table_capacities(specs, capacity, retention)
         self.specs, self.retention, self.is_pinned = tuple(specs), retention, retention == "pinned"
-        self.names, self.most = [*most], [*most.values()]
+        self.names, self.capacities = [*capacities], [*capacities.values()]
         # the first table that is a list: in a ring, the default table is the whole storage and needs none
         self.first = 0 if self.is_pinned else 1
         # the storage of the buffer
@@ -147,7 +128,7 @@ class EventTables(Mapping[str, EventTable]):
     def description(self) -> list[Any]:
         """Events, capacities and retention, to compare two objects. Functions cannot be compared and are left out."""
         specs = [vars(spec) | {"condition": None} if callable(spec.condition) else spec for spec in self.specs]
-        return [specs, self.most, self.retention]
+        return [specs, self.capacities[self.first :], self.retention]
 
     def sizes(self) -> dict[str, int]:
         """The number of transitions in each table."""
@@ -157,7 +138,7 @@ class EventTables(Mapping[str, EventTable]):
 
     def check(self, num_slots: int) -> None:
         """Raise ValueError if a storage of ``num_slots`` is too small."""
-        needed = sum(self.most)
+        needed = sum(self.capacities)
         if self.is_pinned and num_slots < needed:
             raise ValueError(
                 f"EventTables(retention='pinned'): the storage has {num_slots} slots, the capacities add up to "
@@ -185,15 +166,15 @@ class EventTables(Mapping[str, EventTable]):
     @outside_inference_mode()
     def _allocate(self) -> None:
         size, count, first = self.num_slots, len(self.names), self.first
-        capacities = [size] * first + self.most[first:]
-        positions, listed = sum(capacities), sum(capacities[first:])
+        # in a ring, the default table holds the whole storage
+        self.capacities[:first] = [size] * first
+        positions, listed = sum(self.capacities), sum(self.capacities[first:])
         wide = torch.int32 if positions < 2**31 else torch.int64
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device="cpu")
 
-        self.capacities = torch.tensor(capacities, device="cpu")
-        self.begins = torch.cat([zeros(1), self.capacities.cumsum(0)])
+        self.begins = torch.tensor([0, *accumulate(self.capacities)], device="cpu")
         self.counts, self.counters = zeros(count), zeros(5)
         self.slot_at, self.before, self.number = zeros(positions, dtype=wide), zeros(size, dtype=wide), zeros(size)
         self.places = zeros(count - first, size, dtype=wide)
@@ -279,7 +260,7 @@ class EventTables(Mapping[str, EventTable]):
         self._forget_journal()
 
     def remove(self, slots: np.ndarray) -> None:
-        """Remove the entries of ``slots``, int64 [n], and those beyond the capacities."""
+        """Remove the entries of ``slots``, int64 [n]."""
         events_remove(slots, *self.arrays())
 
     def undo(self, slots: np.ndarray, size: int) -> None:
@@ -296,8 +277,6 @@ class EventTables(Mapping[str, EventTable]):
             self.free[queue % self.num_slots] = torch.from_numpy(slots).to(self.free.dtype)
         elif len(slots):
             self._restart_ring(size, int(slots[0]))
-
-
 
 
 class TableView:

@@ -35,7 +35,7 @@ def _inside(index, size):
 
 @part
 def _note(position, slot, tables):
-    counters, journal = tables[10], tables[11]
+    counters, journal = tables[9], tables[10]
     place = counters[CHANGES] % journal.shape[0]
     journal[place, 0], journal[place, 1] = position, slot
     counters[CHANGES] += 1
@@ -57,7 +57,7 @@ def _join(k, older, newer, links, heads):
 @part
 def _remove(k, place, tables):
     """Remove the entry ``place`` of a table; the last one moves to its position."""
-    slot_at, links, places, heads, counts, _, begins, _, _, free, counters, _ = tables
+    slot_at, links, places, heads, counts, begins, _, _, free, counters, _ = tables
     first = counts.shape[0] - places.shape[0]
     base, place = begins[first], _inside(place, links.shape[1])
     slot = _inside(slot_at[base + place], places.shape[1])
@@ -86,7 +86,7 @@ def _remove(k, place, tables):
 @part
 def _put(k, slot, tables):
     """Make ``slot`` the newest entry of a table that is not full."""
-    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
     first = counts.shape[0] - places.shape[0]
     position = begins[k] + counts[k]
     place = position - begins[first]
@@ -101,13 +101,13 @@ def _put(k, slot, tables):
 @part
 def _is_stored(slot, number, tables):
     """True if the default table still holds the transition ``number`` that was written to ``slot``."""
-    return tables[7][slot] == number and (tables[9].shape[0] == 0 or tables[2][0, slot] >= 0)
+    return tables[6][slot] == number and (tables[8].shape[0] == 0 or tables[2][0, slot] >= 0)
 
 
 @part
 def _step_before(slot, tables):
     """The slot of the step before that in ``slot``, -1 if the default table does not hold it."""
-    number, before = tables[7], tables[8]
+    number, before = tables[6], tables[7]
     previous = min(before[slot], before.shape[0] - 1)
     if previous < 0 or number[previous] >= number[slot] or not _is_stored(previous, number[previous], tables):
         return -1
@@ -132,7 +132,7 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
         history: τ of each event.
         tables: see above.
     """
-    _, _, places, heads, counts, capacities, begins, number, before, free, counters, _ = tables
+    _, _, places, heads, counts, begins, number, before, free, counters, _ = tables
     first, num_slots, is_pinned = counts.shape[0] - places.shape[0], places.shape[1], free.shape[0] > 0
     longest = 1
     for event in range(history.shape[0]):
@@ -152,7 +152,7 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
             leaving = places[k, slot] - begins[first]
             if is_pinned:
                 # so that a slot is free
-                leaving = heads[0, 0] if k == 0 and counts[0] >= capacities[0] else -1
+                leaving = heads[0, 0] if k == 0 and counts[0] >= begins[1] else -1
             if leaving >= 0:
                 _remove(first + k, leaving, tables)
         if is_pinned:
@@ -177,7 +177,7 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
             cut[0] += length < reach and before[path[length - 1]] >= 0
             for at in range(length - 1, -1, -1):
                 if places[k - first, path[at]] == UNSENT:
-                    if counts[k] >= min(capacities[k], begins[k + 1] - begins[k]):
+                    if counts[k] >= begins[k + 1] - begins[k]:
                         _remove(k, heads[0, k], tables)
                     _put(k, path[at], tables)
         episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory[row]
@@ -187,12 +187,9 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
 
 @loop
 def remove(slots, *tables):
-    """Remove entries beyond the capacities, and those of ``slots`` [n]."""
-    places, heads, counts, capacities, begins = tables[2], tables[3], tables[4], tables[5], tables[6]
+    """Remove the entries of ``slots`` [n]."""
+    places, counts, begins = tables[2], tables[4], tables[5]
     first = counts.shape[0] - places.shape[0]
-    for k in range(first, counts.shape[0]):
-        while counts[k] > capacities[k]:
-            _remove(k, heads[0, k], tables)
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= places.shape[1]:
@@ -205,7 +202,7 @@ def remove(slots, *tables):
 @loop
 def order(result, table, *tables):
     """The slots of a table, oldest entry first, [counts[table]]."""
-    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[6]
+    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
     place, size = heads[0, table], links.shape[1]
     for row in range(result.shape[0]):
         place = _inside(place, size)
@@ -216,7 +213,7 @@ def order(result, table, *tables):
 @loop
 def earlier(slots, slot, number, *tables):
     """The steps up to that in ``slot``, transition ``number``, the last one first, in ``slots`` [n]; -1 before them."""
-    step = min(max(slot, 0), tables[7].shape[0] - 1)
+    step = min(max(slot, 0), tables[6].shape[0] - 1)
     if not _is_stored(step, number, tables):
         step = -1
     for row in range(slots.shape[0]):

@@ -257,7 +257,7 @@ rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) expon
 
 # the arrays of EventTables
 _EVENTS = (
-    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, Tensor capacities, "
+    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, "
     "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
 )
 _READ_EVENTS = re.sub(r"\(\w!\)", "", _EVENTS)

@@ -221,7 +221,7 @@ class EventTableWriter(CompilableWriter):
         width = data.numel() // steps
         rows = self._read(data if is_flat else data.reshape(-1), width)
         # a write fits into the default table
-        piece = int(self.tables.capacities[0]) // width
+        piece = self.tables.capacities[0] // width
         if piece >= steps:
             return self._write(data, rows, as_number)
         written = []
