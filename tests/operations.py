@@ -34,8 +34,6 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "slices": partial(slices, None),
     "slices, unpadded": partial(slices, None, pad=False),
     "slices, whole": partial(slices, None, starts="episode"),
-    "slices, whole, proportional": partial(slices, proportional, starts="episode"),
-    "slices, whole, rank": partial(slices, rank, starts="episode"),
     "slices, proportional": partial(slices, proportional),
     "slices, reaper": partial(slices, reaper),
     "frames": proportional,

@@ -249,31 +249,6 @@ class NaiveRanking(NaiveReplay):
         return [struct.unpack("<I", struct.pack("<f", magnitude))[0] >> 16 for magnitude in magnitudes]
 
 
-class NaiveEpisodes(NaiveSlices):
-    """Slices begin at the first steps of episodes; the next class draws them, and it sees no other transitions.
-
-    A subclass inherits from this class and from that one.
-    """
-
-    def __init__(self, **choices):
-        super().__init__(pad=True, length=1, starts="episode", **choices)
-
-    def criterion(self) -> dict[int, float]:
-        everything = self.transitions
-        self.transitions = {slot: everything[slot] for slot in self.begins()}
-        criterion = super(NaiveSlices, self).criterion()
-        self.transitions = everything
-        return dict.fromkeys(everything, 0.0) | criterion
-
-
-class NaiveEpisodePER(NaiveEpisodes, NaivePER):
-    """P of the first steps of episodes ∝ d^alpha."""
-
-
-class NaiveEpisodeRanking(NaiveEpisodes, NaiveRanking):
-    """P of the first steps of episodes ∝ rank^-alpha; ranks among these steps."""
-
-
 class NaiveReaPER(NaiveReplay):
     """P(t) = Psi_t / sum Psi, Psi_t = R_t^omega d_t^alpha (Eq. 15-17)."""
 

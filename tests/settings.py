@@ -11,8 +11,6 @@ from typing import Any
 
 from tests.data import linear_policy
 from tests.reference import (
-    NaiveEpisodePER,
-    NaiveEpisodeRanking,
     NaivePER,
     NaiveRanking,
     NaiveReaPER,
@@ -160,10 +158,6 @@ def slices(
 ) -> dict[str, Any]:
     uniform = {"sampler": "uniform", "reference": partial(NaiveSlices, pad=pad, length=own.slice_len, starts=starts)}
     parts = uniform if anchors is None else anchors(own, rng)
-    reference = parts["reference"]
-    if anchors is not None and starts == "episode" and reference is not None:
-        whole = {NaivePER: NaiveEpisodePER, NaiveRanking: NaiveEpisodeRanking}
-        reference = partial(whole[reference.func], **reference.keywords)
     sampler = TrajectoryRetraceSampler(
         own.capacity,
         slice_len=own.slice_len,
@@ -175,4 +169,4 @@ def slices(
         starts=starts,
         validate=own.validate and anchors is None,
     )
-    return {"sampler": sampler, "reference": reference}
+    return {"sampler": sampler, "reference": parts["reference"]}

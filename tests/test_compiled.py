@@ -191,8 +191,6 @@ CASES = {
     "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),
     "slices, proportional, two streams": Case(slices(proportional(), num_streams=2), TwoStreams),
     "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
-    "slices, whole, proportional, two columns": Case(slices(proportional(), starts="episode"), TwoColumns),
-    "slices, whole, rank": Case(slices(rank(), starts="episode")),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name and name != "recency"]
 # Compilation is slow. The default run has one case of each kind; the others vary the layout or an option.

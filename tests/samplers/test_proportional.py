@@ -13,7 +13,6 @@ from tests.chi_square import p_value
 from tests.data import rows
 from tests.samplers.experience import Refuses, assert_priorities, probabilities
 from torchrl_replay_ext import Anneal, ProportionalSampler
-from torchrl_replay_ext.core.write_observer import WriteObserver
 
 buffer_of = partial(data.buffer_of, ProportionalSampler)
 
@@ -227,19 +226,3 @@ def test_the_sums_of_a_joint_draw_have_the_smallest_mass_only_if_weights_need_it
     sums = buffer.sampler.sums(buffer.storage)
     assert float(sums.mass) > 0
     assert (sums.smallest is None) == (weight_norm == "batch")
-
-
-class EvenSlots(WriteObserver):
-    """Only even slots may be drawn."""
-
-    def __init__(self, log):
-        self.restricts_to = torch.arange(log.layout.size) % 2 == 0
-
-
-def test_an_observer_restricts_draws_whichever_comes_first():
-    sampler = ProportionalSampler(8)
-    for make in (lambda log: WriteObserver(), EvenSlots):
-        sampler.observe(make)
-    buffer = data.buffer_with(sampler, 8, batch_size=200)
-    buffer.extend(rows(8))
-    assert set(buffer.sample()["index"].tolist()) == {0, 2, 4, 6}

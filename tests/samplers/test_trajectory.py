@@ -16,7 +16,6 @@ from tests.operations import CASES, Driven
 from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state, probabilities
 from tests.settings import slices
 from torchrl_replay_ext import (
-    Anneal,
     DecoupledSampler,
     ProportionalSampler,
     RankBasedSampler,
@@ -346,68 +345,6 @@ def test_random_operations_on_unpadded_slices_from_the_beginning(monkeypatch, se
         driven.check()
 
 
-# first steps by number: 0, 5, 12, 13, 30, 41 and 70 in the first 80 steps
-ENDS = [4, 11, 12, 29, 40, 69]
-
-
-def buffer_of_episodes(compilable, **arguments):
-    """A ring that has wrapped around: steps 16 to 79, of which those with numbers 30, 41 and 70 are first ones."""
-    anchors = ProportionalSampler(64, **{"alpha": 0.5, "beta": 0.5, "eps": 0.0, "td_error": "absolute", **arguments})
-    sampler = TrajectoryRetraceSampler(64, slice_len=4, anchors=anchors, starts="episode")
-    buffer = data.buffer_with(sampler, 64, compilable=compilable, batch_size=4000)
-    buffer.extend(rows(50, done=[end for end in ENDS if end < 50]))
-    buffer.extend(rows(30, done=[end - 50 for end in ENDS if end >= 50], first=50))
-    return buffer
-
-
-def assert_first_steps(buffer, first, priority, alpha):
-    """``first``: numbers of steps with ``priority``; the other ones are not drawn."""
-    mass = torch.zeros(64, dtype=torch.float64)
-    mass[torch.tensor(first) % 64] = torch.tensor(priority, dtype=torch.float64) ** alpha
-    torch.testing.assert_close(probabilities(buffer), mass / mass.sum(), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
-def test_first_steps_are_drawn_by_priority_and_the_test_can_fail(compilable):
-    torch.manual_seed(0)
-    buffer = buffer_of_episodes(compilable)
-    assert_first_steps(buffer, [30, 41, 70], [1.0, 1.0, 1.0], 0.5)
-    batch = buffer.sample()
-    batch["td_error"] = torch.where(batch["number"] % 10 < 2, (batch["number"] // 10) ** 2, 100.0).float()
-    buffer.update_tensordict_priority(batch)
-    assert_first_steps(buffer, [30, 41, 70], [9.0, 16.0, 49.0], 0.5)
-    batch = buffer.sample().reshape(-1, 4)
-    index = batch["index"][:, 0]
-    assert p_value(index, probabilities(buffer)) > 1e-4
-    assert p_value(index, torch.isin(torch.arange(64), index).double() / 3) < 1e-4
-    # (P / smallest P)^-0.5 with P ∝ 3, 4, 7
-    weight = {30: 1.0, 41: (4 / 3) ** -0.5, 70: (7 / 3) ** -0.5}
-    expected = torch.tensor([weight[int(number)] for number in batch["number"][:, 0]])
-    torch.testing.assert_close(batch["priority_weight"], expected.unsqueeze(1).expand(-1, 4))
-    # other steps never get a mass: not from an update by index, another alpha, or a loaded state
-    buffer.update_priority(torch.arange(64), torch.full((64,), 25.0))
-    assert_first_steps(buffer, [30, 41, 70], [25.0] * 3, 0.5)
-    buffer.update_priority(torch.tensor([41, 42]), torch.tensor([4.0, 9.0]))
-    for alpha in (1.0, 0.0):
-        buffer.sampler.anchors.alpha = alpha
-        assert_first_steps(buffer, [30, 41, 70], [25.0, 4.0, 25.0], alpha)
-    restored = buffer_of_episodes(compilable)
-    restored.load_state_dict(buffer.state_dict())
-    restored.sampler.anchors.alpha = 1.0
-    assert_first_steps(restored, [30, 41, 70], [25.0, 4.0, 25.0], 1.0)
-    # new episodes have the largest priority; the one that begins with 30 loses its first step
-    restored.extend(rows(15, done=[3], first=80))
-    assert_first_steps(restored, [41, 70, 80, 84], [4.0, 25.0, 100.0, 100.0], 1.0)
-
-
-@pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
-def test_an_annealed_exponent_gives_other_steps_no_mass(compilable):
-    buffer = buffer_of_episodes(compilable, alpha=Anneal(1.0, 0.0, 2))
-    for _ in range(3):
-        buffer.update_priority(torch.arange(64), torch.arange(64.0) + 1)
-    assert_first_steps(buffer, [30, 41, 70], [1.0] * 3, 0.0)
-
-
 def test_padding_is_forgotten_when_the_buffer_is_emptied():
     buffer = buffer_of(anchors=proportional(), slices=1)
     buffer.extend(rows(2, done=[1]))
@@ -419,26 +356,8 @@ def test_padding_is_forgotten_when_the_buffer_is_emptied():
     assert buffer.sampler.stats()["max_priority"] == pytest.approx(9, abs=1e-3)
 
 
-@pytest.mark.parametrize("anchors", [proportional, RankBasedSampler])
-def test_the_priority_of_a_slice_is_the_td_error_in_its_first_row(anchors):
-    buffer = buffer_of(anchors=anchors(), starts="episode", slices=50)
-    buffer.extend(rows(20, done=[2, 9]))
-    batch = buffer.sample().reshape(50, 4)
-    slices = {0: 3.0, 3: 1.0, 10: 2.0}
-    batch["td_error"] = torch.rand(50, 4) + 50
-    batch["td_error"][:, 0] = torch.tensor([slices[int(number)] for number in batch["number"][:, 0]])
-    buffer.update_tensordict_priority(batch.reshape(-1))
-    assert probabilities(buffer).nonzero()[:, 0].tolist() == [0, 3, 10]
-    assert probabilities(buffer).argsort(descending=True)[:3].tolist() == [0, 10, 3]
-    # rows that were there before the sampler
-    sampler = TrajectoryRetraceSampler(slice_len=4, anchors=anchors(), starts="episode")
-    attached = data.buffer_with(sampler, 20, storage=buffer.storage, batch_size=80)
-    assert set(attached.sample().reshape(-1, 4)["number"][:, 0].tolist()) == {0, 3, 10}
-
-
-@pytest.mark.parametrize("anchors", [lambda: "uniform", proportional, RankBasedSampler])
-def test_without_a_first_step_no_slice_can_begin(anchors):
-    buffer = buffer_of(20, starts="episode", anchors=anchors())
+def test_without_a_first_step_no_slice_can_begin():
+    buffer = buffer_of(20, starts="episode")
     with pytest.raises(RuntimeError, match="empty"):
         buffer.sample()
     buffer.extend(rows(20))

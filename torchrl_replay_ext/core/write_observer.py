@@ -15,8 +15,6 @@ class WriteObserver:
 
     # True if the order of the writes matters: the buffer then needs a round-robin writer
     needs_order = False
-    # bool [slots], changed in place: True for the only slots that may be drawn; None: all may be drawn
-    restricts_to: Tensor | None = None
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, where_int64
+from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.sum_tree import PowerMasses
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
@@ -100,11 +100,6 @@ class Distribution(WriteObserver, ABC):
     settings: tuple[str, ...] = ()
     # masses d^α that the kernels of writes and updates set, so that no method has to; None: there are none
     power_masses: PowerMasses | None = None
-    # True if draws can be restricted to some slots: remove() skips slots of -1, and what follows from the generations
-    # and priorities is computed for the slots of is_drawable() only
-    can_be_restricted = False
-    # see WriteObserver.restricts_to
-    restricted_to: Tensor | None = None
     # further state that is updated at each write, before this one
     parts: Sequence[WriteObserver] = ()
     _log: WriteLog
@@ -179,19 +174,9 @@ class Distribution(WriteObserver, ABC):
         Default: do nothing, for distributions without exponents.
         """
 
-    def is_drawable(self) -> Tensor:
-        """True for slots that hold a transition which may be drawn, bool [slots]."""
-        stored = self._log.generation > 0
-        return stored if self.restricted_to is None else stored & self.restricted_to
-
-    def leave_out(self, slots: Tensor) -> None:
-        """After a write or an update of ``slots`` [n]: remove those that must not be drawn. Slots of -1 are skipped."""
-        if self.restricted_to is not None:
-            self.remove(where_int64(gather_in_bounds(self.restricted_to, slots.clamp_min(0)), -1, slots))
-
     def stored_slots(self) -> Tensor:
-        """The slots that can be drawn, int64 [n]. Default: those of :meth:`is_drawable`."""
-        return self.is_drawable().nonzero().squeeze(1)
+        """The slots that can be drawn, int64 [n]. Default: all that hold a transition."""
+        return self._log.stored_slots()
 
     def stats(self) -> dict[str, Tensor]:
         """Statistics for logging, scalars."""

@@ -52,13 +52,12 @@ class PowerDistribution(Distribution):
         if slots is None:
             # float64, because above 1 the rounding of a float32 exceeds a unit of mass
             mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
-            self._tree.leaves[: self._size] = mass * self.is_drawable()
+            self._tree.leaves[: self._size] = mass * (generation > 0)
             self._tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
         priority = gather_in_bounds(priority, slots).abs()
         self._tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
-        self.leave_out(slots)
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)
@@ -88,8 +87,6 @@ class Proportional(PowerDistribution):
         stratified: draw one slot from each of B segments of equal mass.
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
-
-    can_be_restricted = True
 
     def __init__(
         self,

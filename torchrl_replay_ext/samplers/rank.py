@@ -36,8 +36,6 @@ class RankBased(Distribution):
         weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
     """
 
-    can_be_restricted = True
-
     def __init__(
         self,
         log: WriteLog,
@@ -77,7 +75,7 @@ class RankBased(Distribution):
         return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
 
     def rebuild(self) -> None:
-        self._ranks.rebuild(self._priorities.of_slot, self.is_drawable())
+        self._ranks.rebuild(self._priorities.of_slot, self._log.generation > 0)
         self._tabulate(self._table_alpha.clone(), 0.0)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:

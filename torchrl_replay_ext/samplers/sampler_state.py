@@ -87,8 +87,6 @@ class SamplerState:
         # True if more than the kernel changes has to follow priorities
         self._has_followers = priorities.within_buffer or type(self.distribution).update is not Distribution.update
         self.observers = [observe(self.log) for observe in make_observers]
-        restrictions = (part.restricts_to for part in self.observers)
-        self.distribution.restricted_to = next((each for each in restrictions if each is not None), None)
         # All parts that are updated at each write. Parts may reject rows, and those before then remove them again. Sums
         # of episodes lose only their oldest rows, so the parts of the distribution follow the observers.
         parts = self.priorities, *self.observers, *self.distribution.parts, self.distribution
@@ -238,7 +236,6 @@ class SamplerState:
             self._undo(slots, inserted)
             raise
         rows_record(*self._views(), slots.contiguous(), True)
-        self.distribution.leave_out(slots)
 
     def _undo(self, slots: Tensor, inserted: list[WriteObserver]) -> None:
         """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused."""
@@ -330,14 +327,13 @@ class SamplerState:
             if reason:
                 raise self._refusal(reason, slots, error, row=number)
             count = number
-        if count and (self._has_followers or self.distribution.restricted_to is not None):
+        if count and self._has_followers:
             if not isinstance(kept, Tensor):
                 # on the CPU, the rows that are kept come first
                 kept, d = torch.from_numpy(kept[:count]), torch.from_numpy(d[:count])
             if self.priorities.within_buffer:
                 self.priorities.recount(kept)
             self.distribution.update(kept, d)
-            self.distribution.leave_out(kept)
         self.step()
 
     def _ignore(self, slots: Tensor) -> None:

@@ -83,7 +83,6 @@ class SliceStarts(Distribution):
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # True for the first transition of each episode; empty if slices may begin anywhere
         self._firsts = torch.zeros(size if starts == "episode" else 0, dtype=torch.bool, device=self._device)
-        self.restricts_to = self._firsts if len(self._firsts) else None
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=self._device)
         state = self._time, self._next, self._recent, self._rows, self._run, self._firsts

@@ -70,10 +70,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
       of a slice. TD errors of all steps become priorities; if slices overlap, the largest one of a slot counts. So
       padded rows have no effect if their TD error is 0, as the losses write it, and they come back in one update with
       the rest of their slice. Slices may come back in any order and as copies.
-    * ``starts="episode"`` with ``anchors``: only the first steps of episodes are drawn, by their priorities among each
-      other. So the TD error in the first row of a slice is the priority of the slice. For another one, such as the
-      largest TD error of the slice, write it to this row before the update. TD errors of other steps only count for the
-      priority of new transitions.
 
     :meth:`newest` returns the on-policy slices of Algorithm 1.
 
@@ -97,8 +93,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
         starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
-            of each episode, for recurrent networks that learn from the first step on. All are equally likely, or drawn
-            by priority if ``anchors`` is a ProportionalSampler or a RankBasedSampler; other anchors are refused.
+            of each episode, for recurrent networks that learn from the first step on. All are equally likely. Requires
+            ``anchors="uniform"``.
         on_load: what becomes of unfinished episodes when a state is loaded, ``"truncate"`` (default) or ``"continue"``;
             see :class:`~torchrl_replay_ext.ReaPERSampler`.
         validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
@@ -188,10 +184,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 )
             if validate:
                 raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
-            if starts == "episode" and not anchors.distribution.can_be_restricted:
+            if starts == "episode":
                 raise ValueError(
-                    f"{OWNER}(starts='episode', anchors={anchors!r}): these anchors cannot be restricted to first "
-                    "steps of episodes; use 'uniform', ProportionalSampler or RankBasedSampler."
+                    f"{OWNER}(starts='episode', anchors={anchors!r}): anchors may draw any step of an episode; use "
+                    "starts='any', or anchors='uniform'."
                 )
             if not pad:
                 raise ValueError(
@@ -252,12 +248,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        anchors = self.starts_sampler
-        is_restricted = anchors.distribution.restricted_to is not None
-        # an empty buffer has an error of its own
-        if is_restricted and not anchors.synchronize(storage) and not anchors.state.log.is_empty:
-            self._starts.require_start()
-        return self._slices(storage, *anchors.draw(storage, batch_size // self.slice_len))
+        return self._slices(storage, *self.starts_sampler.draw(storage, batch_size // self.slice_len))
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
