@@ -38,7 +38,6 @@ def tables(capacity, **arguments):
         (lambda: Quantile("r", 0.9, 0), ValueError, "window must be an integer >= 1"),
         (lambda: Quantile(3, 0.9), TypeError, "must be the name of an entry"),
         (lambda: Novel("x", 0), ValueError, "times must be an integer >= 1"),
-        (lambda: Novel("x", 255), ValueError, "times must be at most 254"),
         (lambda: Novel("x", resolution=0), ValueError, "resolution must be positive"),
         (lambda: Novel("x", width=0.5), ValueError, "width must be an integer >= 1"),
         (lambda: EventTables([], {}), ValueError, "at least one EventSpec"),

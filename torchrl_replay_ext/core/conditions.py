@@ -1,12 +1,11 @@
-"""Conditions of events: fixed thresholds, and conditions that adapt to the transitions written before."""
+"""Conditions of events: fixed thresholds, and conditions that depend on the transitions written before."""
 
 from __future__ import annotations
 
 import math
 import operator
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from numbers import Integral
 
 import numpy as np
@@ -15,7 +14,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import require_choice, require_integer, require_nested_keys, require_number
-from torchrl_replay_ext.kernels.ops import conditions_novel, conditions_quantile
+from torchrl_replay_ext.core.sketch import Sketch, hash_rows
 
 _OPERATORS = {
     ">": operator.gt,
@@ -27,8 +26,8 @@ _OPERATORS = {
 }
 # dtypes that torch 2.14 cannot compare by size, and wider ones
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
-# rows of a count-min sketch
-_DEPTH = 4
+# rows of the sketch of Novel
+_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -83,33 +82,23 @@ class Threshold:
         return compare(column.to(_WIDER.get(dtype, dtype)), whole)
 
 
-class AdaptiveCondition(ABC):
+class StatefulCondition(ABC):
     """A condition that depends on the transitions written before, in the order of writing, over all streams.
 
-    What it remembers, its *memory*, are tensors of the tables, which save, load and empty them, and share them with
-    the processes that write to the same buffer.
+    The tables of a buffer have their own copy of it, which they save, load and empty.
     """
 
     key: NestedKey
+    # what it remembers, by name; changed in place, zeros at first
+    tensors: dict[str, Tensor]
 
     @abstractmethod
-    def memory(self) -> dict[str, Tensor]:
-        """A new memory."""
-
-    def restore(self, memory: dict[str, Tensor]) -> None:
-        """Derive the parts of a loaded memory that follow from the others."""
-
-    @abstractmethod
-    def signal(self, column: Tensor) -> Tensor:
-        """What :meth:`detect` needs of the entry of n transitions, int64 [n], on the device of the entry."""
-
-    @abstractmethod
-    def detect(self, signal: np.ndarray, memory: dict[str, Tensor]) -> np.ndarray:
-        """Whether the event occurs in each of n transitions, bool [n], which then belong to the memory."""
+    def occurs(self, column: Tensor) -> Tensor:
+        """True where the condition holds, bool [n] on the CPU; the rows of ``column`` [n, ...] are remembered."""
 
 
 @dataclass(frozen=True)
-class Quantile(AdaptiveCondition):
+class Quantile(StatefulCondition):
     """The condition that a number is above a running quantile, for example one of the highest 1 % of the rewards.
 
     The event occurs if ``data[key]`` is larger than the q-quantile of the last ``window`` numbers that the buffer got
@@ -136,36 +125,42 @@ class Quantile(AdaptiveCondition):
     key: NestedKey
     q: float
     window: int = 10_000
+    tensors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         require_nested_keys("Quantile", key=self.key)
         require_number("Quantile", "q", self.q, lambda q: 0 < q < 1, "in (0, 1)")
         require_integer("Quantile", "window", self.window)
 
-    def memory(self) -> dict[str, Tensor]:
-        """The last numbers, the same in ascending order, and their count."""
         recent = torch.zeros(self.window, dtype=torch.float64, device="cpu")
-        return {"recent": recent, "ordered": recent.clone(), "count": torch.zeros(1, dtype=torch.int64, device="cpu")}
+        count = torch.zeros(1, dtype=torch.int64, device="cpu")
+        # the last numbers in a ring, the same in ascending order, and how many there were so far
+        self.tensors.update(recent=recent, ordered=recent.clone(), count=count)
 
-    def restore(self, memory: dict[str, Tensor]) -> None:
-        """Order the numbers again."""
-        stored = memory["recent"][: max(int(memory["count"]), 0)]
-        memory["ordered"][: len(stored)] = stored.sort().values
-
-    def signal(self, column: Tensor) -> Tensor:
-        """The bits of the numbers."""
-        return column.reshape(-1).to(torch.float64).view(torch.int64)
-
-    def detect(self, signal: np.ndarray, memory: dict[str, Tensor]) -> np.ndarray:
-        """Whether each number is above the quantile of those before it."""
-        occurs = np.empty(len(signal), bool)
-        parts = memory["recent"], memory["ordered"], memory["count"], occurs
-        conditions_quantile(signal.view(np.float64), float(self.q), *parts)
-        return occurs
+    def occurs(self, column: Tensor) -> Tensor:
+        """True where a number is above the quantile of those before it; bool [n] on the CPU."""
+        numbers = column.reshape(-1).to(torch.float64).cpu().numpy()
+        recent, ordered, count = (tensor.numpy() for tensor in self.tensors.values())
+        occurs = np.zeros(len(numbers), bool)
+        for row in np.flatnonzero(np.isfinite(numbers)):
+            new, size, oldest = numbers[row], min(count[0], self.window), count[0] % self.window
+            if size:
+                occurs[row] = new > ordered[math.ceil(self.q * size) - 1]
+            # the numbers between the place that becomes free and that of the new one move by one place
+            hole = size if size < self.window else np.searchsorted(ordered, recent[oldest])
+            at = np.searchsorted(ordered[:size], new)
+            if hole < at:
+                at -= 1
+                ordered[hole:at] = ordered[hole + 1 : at + 1]
+            else:
+                ordered[at + 1 : hole + 1] = ordered[at:hole]
+            ordered[at] = recent[oldest] = new
+            count[0] += 1
+        return torch.from_numpy(occurs)
 
 
 @dataclass(frozen=True)
-class Novel(AdaptiveCondition):
+class Novel(StatefulCondition):
     """The condition that a state was seldom seen. The history of the event then leads to the border of what is known.
 
     The event occurs if the buffer got the state ``data[key]`` at most ``times`` times so far, this transition included,
@@ -175,11 +170,11 @@ class Novel(AdaptiveCondition):
 
     Args:
         key: an entry with the state, of any shape, for example ``("next", "observation")``.
-        times: how often a state is novel, in [1, 254]. Default: 1, only the first time.
+        times: how often a state is novel, >= 1. Default: 1, only the first time.
         resolution: states are the same if all their numbers, divided by ``resolution`` and rounded down, are the same.
             Default: None, if all their numbers are equal; continuous states are then always novel.
-        width: number of cells in each of the four rows of the sketch, of one byte each; choose about the number of
-            different states. Default: 262144.
+        width: number of counters in each of the four rows of the sketch, of four bytes each, rounded up to a power of
+            2; choose about the number of different states. Default: 262144.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -194,40 +189,29 @@ class Novel(AdaptiveCondition):
     times: int = 1
     resolution: float | None = None
     width: int = 262_144
+    tensors: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sketch: Sketch = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         require_nested_keys("Novel", key=self.key)
         require_integer("Novel", "times", self.times)
         require_integer("Novel", "width", self.width)
-        if self.times > 254:
-            raise ValueError(f"Novel(times={self.times}): times must be at most 254.")
         if self.resolution is not None:
             require_number("Novel", "resolution", self.resolution, lambda r: 0 < r < float("inf"), "positive")
 
-    def memory(self) -> dict[str, Tensor]:
-        """The sketch."""
-        return {"cells": torch.zeros(_DEPTH, self.width, dtype=torch.uint8, device="cpu")}
+        sketch = Sketch(_ROWS, self.width, device=torch.device("cpu"))
+        object.__setattr__(self, "_sketch", sketch)
+        self.tensors["counts"] = sketch.counts
 
-    def signal(self, column: Tensor) -> Tensor:
-        """Hashes of the states: the numbers as integers, times a random odd number each, added up."""
-        numbers = column.reshape(len(column), -1)
+    def occurs(self, column: Tensor) -> Tensor:
+        """True where a state was seen at most ``times`` times, this one included; bool [n] on the CPU."""
         if self.resolution is not None:
-            numbers = (numbers.to(torch.float64) / self.resolution).floor()
-        if numbers.is_floating_point():
-            # -0.0 is 0.0; the lower bits of many numbers are 0
-            bits = (numbers.to(torch.float64) + 0.0).view(torch.int64)
-            numbers = bits ^ (bits >> 32)
-        factors = _factors(numbers.shape[1]).to(numbers.device, non_blocking=True)
-        return (numbers * factors).sum(1) & torch.iinfo(torch.int64).max
-
-    def detect(self, signal: np.ndarray, memory: dict[str, Tensor]) -> np.ndarray:
-        """Whether each state was seen at most ``times`` times, this one included."""
-        occurs = np.empty(len(signal), bool)
-        conditions_novel(signal, self.times, memory["cells"], occurs)
-        return occurs
-
-
-@cache
-def _factors(count: int) -> Tensor:
-    """Random odd numbers, int64 [count]; NumPy promises that this generator always yields the same ones."""
-    return torch.from_numpy(np.random.RandomState(0).randint(2**63 - 1, size=count, dtype=np.int64) | 1)
+            column = (column.to(torch.float64) / self.resolution).floor()
+        hashes = hash_rows([column]).cpu()
+        ordered, order = hashes.sort(stable=True)
+        # how many of the rows before are equal
+        earlier = torch.empty_like(order)
+        earlier[order] = torch.arange(len(order), device="cpu") - torch.searchsorted(ordered, ordered)
+        seen = self._sketch.of(hashes)[0] + earlier
+        self._sketch.add(0, hashes, torch.ones(1, len(hashes), dtype=torch.bool, device="cpu"))
+        return seen < self.times

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from torchrl_replay_ext._torchrl import entries_of
 from torchrl_replay_ext.arguments import is_key, require_choice, require_integer
-from torchrl_replay_ext.core.conditions import AdaptiveCondition, Novel, Threshold
+from torchrl_replay_ext.core.conditions import Novel, StatefulCondition, Threshold
 
 # the name of the table of all transitions
 DEFAULT = "default"
 
 Retention = Literal["ring", "pinned"]
 
-Condition = NestedKey | Threshold | AdaptiveCondition | Callable[[TensorDictBase], Tensor]
+Condition = NestedKey | Threshold | StatefulCondition | Callable[[TensorDictBase], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class EventSpec:
 
             * a key of an entry with one bool per transition, for example ``("next", "at_gap")``;
             * a :class:`~torchrl_replay_ext.Threshold` on an entry with one number per transition;
-            * a :class:`~torchrl_replay_ext.Quantile` or :class:`~torchrl_replay_ext.Novel`, which adapt to the
+            * a :class:`~torchrl_replay_ext.Quantile` or :class:`~torchrl_replay_ext.Novel`, which depend on the
               transitions written before;
             * a callable that maps a TensorDict [T] to a bool tensor [T]. With ``context`` = 0 the rows are arbitrary
               transitions, and the result for a row must depend on this row only. With ``context`` > 0 the rows are
@@ -75,12 +76,12 @@ class EventSpec:
                 f"EventSpec({self.name!r}): {DEFAULT!r} is the name of the table of all transitions; use another name."
             )
         condition = self.condition
-        if not (is_key(condition) or isinstance(condition, Threshold | AdaptiveCondition) or callable(condition)):
+        if not (is_key(condition) or isinstance(condition, Threshold | StatefulCondition) or callable(condition)):
             raise TypeError(
                 f"EventSpec({self.name!r}): condition must be a key, a Threshold, Quantile or Novel, or a "
                 f"callable, not {condition!r}."
             )
-        if isinstance(condition, AdaptiveCondition) and self.context:
+        if isinstance(condition, StatefulCondition) and self.context:
             raise ValueError(
                 f"EventSpec({self.name!r}, context={self.context}): a {type(condition).__name__} sees single "
                 "transitions; use context=0."
@@ -89,8 +90,6 @@ class EventSpec:
     def signal(self, data: TensorDictBase) -> Tensor:
         """True where the event occurs in ``data`` [T]; T bools, in the shape of the entry or the condition's result.
 
-        For a condition that adapts: what its ``detect`` needs, int64 [T].
-
         Raises:
             KeyError: if the entry of the condition is missing.
             TypeError: if the entry or the callable's result has the wrong type.
@@ -98,7 +97,7 @@ class EventSpec:
         """
         condition = self.condition
         if not callable(condition):
-            key = condition.key if isinstance(condition, Threshold | AdaptiveCondition) else condition
+            key = condition.key if isinstance(condition, Threshold | StatefulCondition) else condition
             (result,) = entries_of(data, [key])
             what = f"the entry {key!r}"
             if result is None:
@@ -121,18 +120,24 @@ class EventSpec:
                 f"EventSpec({self.name!r}): {what} has shape {tuple(result.shape)} for {data.shape[0]} transitions; "
                 "one value per transition is needed."
             )
-        if isinstance(condition, Threshold):
+        if isinstance(condition, Threshold | StatefulCondition):
             result = condition.occurs(result)
-        elif isinstance(condition, AdaptiveCondition):
-            result = condition.signal(result)
         elif result.dtype != torch.bool:
             raise TypeError(f"EventSpec({self.name!r}): {what} must be bool, got {result.dtype}.")
         return result
 
+    def without_memory(self) -> EventSpec:
+        """This event, with a condition that remembers nothing."""
+        condition: Any = self.condition
+        has_state = isinstance(self.condition, StatefulCondition)
+        return replace(self, condition=replace(condition)) if has_state else self
+
     def __copy__(self) -> EventSpec:
         return self
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> EventSpec:
+    def __deepcopy__(self, memo: dict[int, Any]) -> EventSpec:
+        if isinstance(self.condition, StatefulCondition):
+            return replace(self, condition=copy.deepcopy(self.condition, memo))
         return self
 
     def __getstate__(self) -> dict[str, Any]:

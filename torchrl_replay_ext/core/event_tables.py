@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode
-from torchrl_replay_ext.core.conditions import AdaptiveCondition
+from torchrl_replay_ext.core.conditions import StatefulCondition
 from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
 from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
@@ -93,7 +93,8 @@ class EventTables(Mapping[str, EventTable]):
     @outside_inference_mode()
     def __init__(self, specs: Sequence[EventSpec], capacity: Mapping[str, int], *, retention: Retention = "ring"):
         capacities = table_capacities(specs, capacity, retention)
-        self.specs, self.retention, self.is_pinned = tuple(specs), retention, retention == "pinned"
+        self.specs, self.retention = tuple(spec.without_memory() for spec in specs), retention
+        self.is_pinned = retention == "pinned"
         self.names, self.capacities = [*capacities], [*capacities.values()]
         # the first table that is a list: in a ring, the default table is the whole storage and needs none
         self.first = 0 if self.is_pinned else 1
@@ -101,9 +102,6 @@ class EventTables(Mapping[str, EventTable]):
         self.storage: ReferenceType[Any] | None = None
         # the number of slots is not known before the first write
         self.num_slots, self.is_allocated, self.device = 1, False, torch.device("cpu")
-        # by the name of the event
-        self._adaptive = {each.name: each.condition for each in specs if isinstance(each.condition, AdaptiveCondition)}
-        self._memories = {name: condition.memory() for name, condition in self._adaptive.items()}
         self._allocate()
 
     # --- tables by name
@@ -189,9 +187,13 @@ class EventTables(Mapping[str, EventTable]):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. :meth:`load` restores it in place."""
-        arrays = {name: vars(self)[name] for name in ARRAYS[:-1]}
-        memories = ((name, *part) for name, memory in self._memories.items() for part in memory.items())
-        return arrays | {f"{name}.{part}": tensor for name, part, tensor in memories}
+        return {name: vars(self)[name] for name in ARRAYS[:-1]} | self._memories()
+
+    def _memories(self) -> dict[str, Tensor]:
+        """What the conditions remember, by the name of the event."""
+        conditions = ((spec.name, spec.condition) for spec in self.specs)
+        states = ((name, each.tensors) for name, each in conditions if isinstance(each, StatefulCondition))
+        return {f"{name}.{part}": tensor for name, state in states for part, tensor in state.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore :meth:`tensors`, in place."""
@@ -199,8 +201,6 @@ class EventTables(Mapping[str, EventTable]):
         for key, tensor in self.tensors().items():
             tensor.copy_(state[key])
         self.counters[CHANGES] = changes
-        for name, condition in self._adaptive.items():
-            condition.restore(self._memories[name])
         self._forget_journal()
 
     def clear(self) -> None:
@@ -208,9 +208,8 @@ class EventTables(Mapping[str, EventTable]):
 
         Conditions forget what they remember.
         """
-        for memory in self._memories.values():
-            for tensor in memory.values():
-                tensor.zero_()
+        for tensor in self._memories().values():
+            tensor.zero_()
         self.slot_at.fill_(-1)
         if self.first:
             self.slot_at[: self.num_slots] = torch.arange(self.num_slots, device="cpu")
@@ -233,11 +232,6 @@ class EventTables(Mapping[str, EventTable]):
         return self.counters.numpy()[CHANGES] - len(self.journal) <= seen
 
     # --- writing
-
-    def detect(self, spec: EventSpec, signal: np.ndarray) -> np.ndarray:
-        """Whether the event occurs, bool [n]; ``signal`` [n] is that of :meth:`EventSpec.signal`."""
-        condition = self._adaptive.get(spec.name)
-        return signal if condition is None else condition.detect(signal, self._memories[spec.name])
 
     def adopt(self, count: int, next_slot: int) -> None:
         """Add the transitions that a storage held before the first write to the default table, without events.

@@ -10,53 +10,21 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
+from torchrl_replay_ext.core.sketch import Sketch, hash_rows
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import is_last_occurrence
 
 if TYPE_CHECKING:
     from torchrl_replay_ext.samplers.rows import RowView
 
-# The odd constants of splitmix64, as signed integers.
-_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-
 # Number of counters of each pair.
 _ROWS = 3
-
-
-def _mixed(number: Tensor) -> Tensor:
-    """Hash int64 numbers with splitmix64; int64."""
-    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * factor
-    return number ^ ((number >> 31) & (2**33 - 1))
-
-
-def hash_rows(columns: list[Tensor]) -> Tensor:
-    """Hash the bits of each row.
-
-    Args:
-        columns: tensors [n, ...]; a row consists of the entries of all columns.
-
-    Returns:
-        int64 [n].
-    """
-    parts = []
-    for column in columns:
-        column = column.reshape(column.shape[0], -1)
-        if column.dtype.is_floating_point:
-            # adding 0.0 turns -0.0 into 0.0, so that both have the same hash
-            column = (column.to(torch.float64) + 0.0).view(torch.int64)
-        parts.append(column.to(torch.int64))
-    entries = torch.cat(parts, 1)
-    salt = _mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * _MIX[0])
-    return _mixed(_mixed(entries + salt).sum(1))
 
 
 class PairCounts(WriteObserver):
     """Counts the stored transitions of each (state, action): in total, in each event table, and in any event table.
 
-    A count-min sketch (Cormode and Muthukrishnan 2005): each pair has one of at least 2N counters in each of three
-    rows, chosen by hash, and its count is the smallest of the three. It is too large only if the pair shares all three
-    with other pairs.
+    A :class:`~torchrl_replay_ext.core.sketch.Sketch` counts hashes of pairs: three rows of at least 2N counters.
 
     Args:
         size: number of slots, N.
@@ -66,15 +34,12 @@ class PairCounts(WriteObserver):
     """
 
     def __init__(self, size: int, tables: int, keys: Sequence[NestedKey], *, device: torch.device):
-        self._width = 1 << (2 * size - 1).bit_length()
-        self._tables, self._keys = tables, keys
-        # not computed in graphs: Triton rejects the product of an int32 index and such a constant
-        self._salts = torch.arange(_ROWS, device=device).unsqueeze(1) * _MIX[0]
+        self._keys = keys
         # hash of the pair in each slot, -1 if empty
         self._hash = torch.full((size,), -1, dtype=torch.int64, device=device)
         # True where an event table holds a slot
         self._listed = torch.zeros((tables - 1, size), dtype=torch.bool, device=device)
-        self._counts = torch.zeros((tables + 1, _ROWS * self._width), dtype=torch.int32, device=device)
+        self._sketch = Sketch(_ROWS, 2 * size, tables + 1, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save, without what follows from the tables."""
@@ -82,28 +47,14 @@ class PairCounts(WriteObserver):
 
     def rebuild(self) -> None:
         """Count again after :meth:`tensors` were replaced; :meth:`set_tables` has to be called for all slots."""
-        self._counts.zero_()
+        self._sketch.counts.zero_()
         self._listed.zero_()
-        self._add(0, self._hash, (self._hash >= 0).unsqueeze(0))
+        self._sketch.add(0, self._hash, (self._hash >= 0).unsqueeze(0))
 
     def clear(self) -> None:
         """Remove all transitions."""
         self._hash.fill_(-1)
         self.rebuild()
-
-    def _counters(self, hashes: Tensor) -> Tensor:
-        """The counters of pairs with these hashes [n], int64 [rows, n]."""
-        row = torch.arange(_ROWS, device=hashes.device).unsqueeze(1)
-        return row * self._width + (_mixed(hashes + self._salts) & (self._width - 1))
-
-    def _add(self, first: int, hashes: Tensor, change: Tensor) -> None:
-        """Add ``change`` [k, n] to the counts of ``hashes`` [n] in the tables ``first`` to ``first + k - 1``.
-
-        The change must be 0 where a hash is -1.
-        """
-        table = first + torch.arange(len(change), device=hashes.device).view(-1, 1, 1)
-        change = change.to(torch.int32).unsqueeze(1).expand(-1, _ROWS, -1)
-        self._counts.index_put_((table, self._counters(hashes)), change, accumulate=True)
 
     def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
         """Replace the transitions in some slots by new ones, which are in no event table yet."""
@@ -111,14 +62,14 @@ class PairCounts(WriteObserver):
         hashes = hash_rows([rows.entry(key, why) for key in self._keys]) & (2**63 - 1)
         self.remove(slots)
         self._hash[slots] = hashes
-        self._add(0, hashes, is_last_occurrence(slots).unsqueeze(0))
+        self._sketch.add(0, hashes, is_last_occurrence(slots).unsqueeze(0))
 
     def remove(self, slots: Tensor) -> None:
         """Remove the transitions in ``slots``, int64 [n], from all counts."""
         self.set_tables(slots, torch.zeros_like(self._listed[:, slots]))
         hashes = self._hash[slots]
         is_counted = (hashes >= 0) & is_last_occurrence(slots)
-        self._add(0, hashes, -is_counted.to(torch.int32).unsqueeze(0))
+        self._sketch.add(0, hashes, -is_counted.to(torch.int32).unsqueeze(0))
         self._hash.index_fill_(0, slots, -1)
 
     def set_tables(self, slots: Tensor, listed: Tensor) -> None:
@@ -132,11 +83,8 @@ class PairCounts(WriteObserver):
         self._listed[:, slots] = listed
         change = listed.to(torch.int32) - before.to(torch.int32)
         of_any = listed.any(0, keepdim=True).to(torch.int32) - before.any(0, keepdim=True).to(torch.int32)
-        self._add(1, self._hash[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
+        self._sketch.add(1, self._hash[slots], torch.cat([change, of_any]) * is_last_occurrence(slots))
 
     def of(self, slots: Tensor) -> Tensor:
         """Counts for the pairs in ``slots`` [n]: in total, in each event table, in any; float64 [tables + 1, n]."""
-        counters = self._counters(gather_in_bounds(self._hash, slots))
-        table = torch.arange(self._tables + 1, device=slots.device).view(-1, 1, 1) * self._counts.shape[1]
-        flat = gather_in_bounds(self._counts.view(-1), (table + counters).view(-1))
-        return flat.view(-1, *counters.shape).amin(1).to(torch.float64)
+        return self._sketch.of(gather_in_bounds(self._hash, slots)).to(torch.float64)

@@ -285,15 +285,6 @@ events_draw = Kernel(
     "Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
 )
 
-conditions_quantile = Kernel(
-    "conditions.quantile",
-    "Tensor value, float q, Tensor(a!) recent, Tensor(b!) ordered, Tensor(c!) count, Tensor(d!) occurs",
-    for_cuda=False,
-)
-conditions_novel = Kernel(
-    "conditions.novel", "Tensor code, int times, Tensor(a!) cells, Tensor(b!) occurs", for_cuda=False
-)
-
 frames_write = Kernel(
     "frames.write",
     "Tensor slots, Tensor before, Tensor after, Tensor trajectory, bool refuses, Tensor(a!) frames, Tensor(b!) ids, "

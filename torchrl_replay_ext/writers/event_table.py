@@ -20,6 +20,7 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
+from torchrl_replay_ext.core.conditions import StatefulCondition
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import row_major
 from torchrl_replay_ext.core.mixed_streams import check_streams
@@ -82,7 +83,7 @@ class EventTableWriter(CompilableWriter):
     Events cannot be detected in a compiled graph. With a :class:`~torchrl_replay_ext.CompilableReplayBuffer`, sampling
     and priority updates can be compiled, but ``extend`` must be called outside of the graph.
 
-    If a write raises an error, nothing of it is stored; what it would have displaced is gone. Conditions that adapt may
+    If a write raises an error, nothing of it is stored; what it would have displaced is gone. Quantile and Novel may
     remember its rows, if the storage raised the error. Data that does not fit
     into the default table at once is written in parts, of which the first may be stored already.
 
@@ -146,6 +147,8 @@ class EventTableWriter(CompilableWriter):
         self._follows_ring = not tables.is_pinned
         self._keys, self._optional = [*keys.values()], (init_key, _TRAJECTORY)
         self._has_context = any(spec.context for spec in tables.specs)
+        # numbers of the events that depend on the transitions written before
+        self._stateful = [k for k, spec in enumerate(tables.specs) if isinstance(spec.condition, StatefulCondition)]
         self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
         # the last step of the unfinished episode of each stream; the tables know the steps before it
@@ -278,7 +281,8 @@ class EventTableWriter(CompilableWriter):
                 f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
                 "the entry with the stream of each transition as stream_key=, or None for one stream."
             )
-        columns = [spec.signal(data) for spec in specs if not spec.context]
+        simple = [number for number, spec in enumerate(specs) if not spec.context and number not in self._stateful]
+        columns = [specs[number].signal(data) for number in simple]
         # NumPy has no bfloat16
         flags = (each != 0 if each.is_floating_point() else each for each in found if each is not None)
         values = _on_cpu([*columns, *flags])
@@ -289,9 +293,11 @@ class EventTableWriter(CompilableWriter):
         rows = _Rows(stream, trajectory, last, first, np.zeros((count, len(specs)), bool))
         if self._has_context:
             self._detect_with_context(data, rows)
-        for number, spec in enumerate(specs):
-            if not spec.context:
-                rows.occurred[:, number] = self.tables.detect(spec, values.pop(0))
+        for number, column in zip(simple, values, strict=True):
+            rows.occurred[:, number] = column
+        # last, because a refused write must not be remembered
+        for number in self._stateful:
+            rows.occurred[:, number] = specs[number].signal(data).numpy()
         return rows
 
     def _detect_with_context(self, data: TensorDictBase, rows: _Rows) -> None:
