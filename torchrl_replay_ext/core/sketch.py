@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
-
-# The odd constants of splitmix64, as signed integers.
-_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
-
-
-def _mixed(number: Tensor) -> Tensor:
-    """Hash int64 numbers with splitmix64; int64."""
-    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-        number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * factor
-    return number ^ ((number >> 31) & (2**33 - 1))
+from torchrl_replay_ext.kernels.splitmix import STEP, mixed
 
 
 def hash_rows(columns: list[Tensor]) -> Tensor:
@@ -35,8 +26,8 @@ def hash_rows(columns: list[Tensor]) -> Tensor:
             column = (column.to(torch.float64) + 0.0).view(torch.int64)
         parts.append(column.to(torch.int64))
     entries = torch.cat(parts, 1)
-    salt = _mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * _MIX[0])
-    return _mixed(_mixed(entries + salt).sum(1))
+    salt = mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * STEP)
+    return mixed(mixed(entries + salt).sum(1))
 
 
 class Sketch:
@@ -56,13 +47,13 @@ class Sketch:
         self._width = 1 << (width - 1).bit_length()
         row = torch.arange(rows, device=device).unsqueeze(1)
         # not computed in graphs: Triton rejects the product of an int32 index and such a constant
-        self._begins, self._salts = row * self._width, row * _MIX[0]
+        self._begins, self._salts = row * self._width, row * STEP
         # int32 [tables, rows * width]
         self.counts = torch.zeros((tables, rows * self._width), dtype=torch.int32, device=device)
 
     def _counters(self, hashes: Tensor) -> Tensor:
         """The counters of ``hashes`` [n], int64 [rows, n]."""
-        return self._begins + (_mixed(hashes + self._salts) & (self._width - 1))
+        return self._begins + (mixed(hashes + self._salts) & (self._width - 1))
 
     def add(self, first: int, hashes: Tensor, change: Tensor) -> None:
         """Add ``change`` [k, n] to the counts of ``hashes`` [n] in the tables ``first`` to ``first + k - 1``."""
