@@ -282,11 +282,13 @@ class WriteCount:
 
 def write_count(storage: Any) -> WriteCount:
     """The counter of a storage, which all samplers share. Samplers count their notifications, and compare both."""
-    counts = [each for each in attached_entities(storage) if isinstance(each, WriteCount)]
-    if not counts:
-        counts.append(WriteCount())
-        storage.attach(counts[0])
-    return counts[0]
+    entities = attached_entities(storage)
+    count = next((each for each in entities if isinstance(each, WriteCount)), None) or WriteCount()
+    if count in entities:
+        entities.remove(count)
+    # last, so that a sampler is notified of a write before it is counted here
+    storage.attach(count)
+    return count
 
 
 def attached_entities(storage: Any) -> list[Any]:

@@ -147,3 +147,11 @@ def test_a_buffer_that_gets_a_filled_storage_and_a_loaded_sampler_keeps_the_prio
     expected = rb.sampler.probabilities(rb.storage)
     assert torch.equal(other.sampler.probabilities(other.storage), expected)
     assert other.sampler.stats()["rejected_updates"] == 0
+
+
+def test_rows_without_td_errors_may_have_a_wrong_index():
+    rb = buffer_with(ProportionalSampler(), 8, batch_size=4)
+    rb.extend(random_rows(8))
+    before = rb.sampler.probabilities(rb.storage)
+    rb.update_priority(torch.tensor([3, -1]), rb.sampler.default_priority)
+    assert torch.equal(rb.sampler.probabilities(rb.storage), before)

@@ -115,6 +115,13 @@ def test_thresholds_of_fractions_have_the_precision_of_the_entry(dtype, op):
         assert Threshold("x", op, value).occurs(column).tolist() == [OPERATORS[op](x, rounded) for x in column.tolist()]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_large_integers_are_compared_with_floats(dtype):
+    column = torch.tensor([1e31, 1.0, -1e31], dtype=dtype)
+    assert Threshold("x", ">", 10**30).occurs(column).tolist() == [True, False, False]
+    assert Threshold("x", "<", -(10**30)).occurs(column).tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("where", ["eager", "compiled", "device"])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_an_event_far_outside_of_the_range_of_its_entry(op, where):

@@ -69,7 +69,7 @@ class Threshold:
         if dtype.is_floating_point:
             # torch would round a finite value to infinity
             is_too_large = torch.finfo(dtype).max < abs(value) < math.inf
-            return compare(column.to(torch.float64) if is_too_large else column, value)
+            return compare(column.to(torch.float64) if is_too_large else column, float(value))
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         is_inside = low <= value <= high
         if not is_inside or (self.op in ("==", "!=") and value != math.floor(value)):

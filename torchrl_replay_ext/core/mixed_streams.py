@@ -39,8 +39,11 @@ def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, t
         done_key: entry that marks the end of an episode.
         traj_key: entry with trajectory ids, if stored; None: there is none.
     """
+    # first, so that graphs do not depend on the counts
+    if is_traced():
+        return
     left, same, different = vars(storage).get(_ATTRIBUTE, (_ROWS, 0, 0)) if storage is not None else (0, 0, 0)
-    if not left or is_traced():
+    if not left:
         return
     slots = slots[:left]
     found = _compare(storage, slots, done_key, traj_key)

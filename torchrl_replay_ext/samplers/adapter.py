@@ -137,10 +137,10 @@ class DistributionSampler(ShowsArguments, Sampler):
         elif issubclass(cls, PrioritizedSampler):
             raise TypeError(f"{cls.__name__}: a subclass of a sampler with TD errors expects them too.")
 
-    @outside_inference_mode()
     def _set_up(self, layout: Layout) -> None:
         self._use(self._make_state(layout))
 
+    @outside_inference_mode()
     def _make_state(self, layout: Layout) -> SamplerState:
         make = self._make_priorities, self.make, self._make_observers
         return SamplerState(self.owner, layout, *make, self.hyperparameters)
@@ -231,9 +231,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
     def _require_all_writes(self) -> None:
         """Raise RuntimeError if another sampler was in the buffer while rows were written."""
-        # with the locks, because another thread may be about to notify this sampler
-        with self.exclusive():
-            missed = self._count.writes - self._known_writes if self._count else 0
+        missed = self._count.writes - self._known_writes if self._count else 0
         if missed > 0:
             raise RuntimeError(
                 f"{self.owner}: this sampler has missed {missed} writes, because another sampler was in the buffer. "

@@ -338,7 +338,8 @@ class SamplerState:
 
     def _ignore(self, slots: Tensor) -> None:
         """Ignore an update without TD errors. A sample is counted, with a warning; not rows that were just stored."""
-        if bool((gather_in_bounds(self.log.drawn_at, slots) > 0).any()):
+        slots_in_range = slots.clamp(0, self.layout.size - 1)
+        if bool((gather_in_bounds(self.log.drawn_at, slots_in_range) > 0).any()):
             self._counts[1].add_(len(slots))
             warnings.warn(
                 f"{self.owner}: the batch has no TD errors in the entry that the buffer's priority_key names "

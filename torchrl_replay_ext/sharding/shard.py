@@ -126,9 +126,10 @@ class ReplayShard:
             if updates is not None:
                 self._update(updates)
             # schedules advance alike in all shards
-            while self._updates < num_updates:
-                drawing.state.step()
-                self._updates += 1
+            if any(hyperparameter.annealed for hyperparameter in drawing.hyperparameters.values()):
+                for _ in range(self._updates, num_updates):
+                    drawing.state.step()
+            self._updates = max(self._updates, num_updates)
             drawing.note_other_shards(largest_priority, largest_episode)
         return ({}, None) if wanted is None else self._draw(wanted)
 

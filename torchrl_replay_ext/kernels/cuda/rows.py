@@ -148,9 +148,9 @@ def _update(
         # of the rows with the largest priority of a slot, only the last one of the first rows leaves its mark
         is_largest = (slot >= 0) & (tl.load(d + slot, mask=slot >= 0, other=0.0) == priority)
         tl.debug_barrier()
-        tl.atomic_max(d_bits + slot, rows + _MARK, mask=is_largest)
+        tl.atomic_max(d_bits + slot, rows - start + _MARK, mask=is_largest)
         tl.debug_barrier()
-        wins = is_largest & (tl.load(d_bits + slot, mask=is_largest, other=0) == rows + _MARK)
+        wins = is_largest & (tl.load(d_bits + slot, mask=is_largest, other=0) == rows - start + _MARK)
         tl.store(kept + rows, tl.where(wins, slot, -1), mask=rows < count)
         tl.store(kept_d + rows, tl.where(wins, priority, 0.0), mask=rows < count)
     tl.debug_barrier()
