@@ -128,7 +128,7 @@ def sampler_state(rb):
 
 def without_numbers(state):
     """A state without the numbers of writes, which a load into a used buffer raises."""
-    numbers = [key for key in list(state.keys()) if key == "num_writes" or "updated_at" in key]
+    numbers = [key for key in list(state.keys()) if key in ("num_writes", "latest_write") or "updated_at" in key]
     return state.exclude(*numbers).set("generation", state["generation"] > 0)
 
 

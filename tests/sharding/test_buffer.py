@@ -81,7 +81,6 @@ IDS = ("collector", "traj_ids")
             {"sampler": partial(ProportionalSampler, max_priority_within_buffer=True)},
             "max_priority_within_buffer=True needs",
         ),
-        (event_tables(priority={"kind": "rank"}), "these priorities need all rows of a table"),
         (event_tables(correction="conditional"), "counts outcomes"),
         ({"sampler": partial(slices, slice_len=5)}, "must be a multiple of slice_len=5"),
     ],
