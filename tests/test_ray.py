@@ -165,17 +165,14 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
 
     # updates of overwritten transitions are dropped
     batch = remote.sample()
-    remote.extend(transitions(96, 64))
+    written = remote.extend(transitions(96))
     before = sampler_state(remote)
     batch["td_error"] = torch.full((BATCH,), 100.0)
     remote.update_tensordict_priority(batch)
-    after = sampler_state(remote)
-    # padding is not updated; the schedule also counts an update that changes nothing
-    rows = batch.get(("collector", "mask"), torch.ones(BATCH)).sum()
-    dropped, rejected = (after["update_counts"] - before["update_counts"]).tolist()
-    assert dropped == rows and rejected == 0
-    changing = "update_counts", "alpha", "beta"
-    assert_same(after.exclude(*changing), before.exclude(*changing))
+    late = torch.isin(batch["index"], written)
+    dropped, rejected = (sampler_state(remote)["update_counts"] - before["update_counts"]).tolist()
+    assert dropped == late.sum() and rejected == 0
+    assert 0 < late.sum() < BATCH
 
 
 def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
