@@ -20,7 +20,7 @@ from torchrl.envs import MultiStepTransform
 
 from tests import data
 from tests.data import buffer_with, learn, random_rows, rows
-from tests.params import both_buffers
+from tests.params import both_buffers, trees_of_torchrl
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
@@ -68,7 +68,12 @@ def test_no_sampler_of_torchrl_is_forgotten():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "arguments"), [(name, arguments) for name, settings in TORCHRL.items() for arguments in settings]
+    ("name", "arguments"),
+    [
+        pytest.param(name, arguments, marks=trees_of_torchrl if name.startswith("Prioritized") else ())
+        for name, settings in TORCHRL.items()
+        for arguments in settings
+    ],
 )
 def test_samplers_of_torchrl_draw_the_same_batches_from_our_buffer(name, arguments):
     if not hasattr(torchrl_samplers, name):

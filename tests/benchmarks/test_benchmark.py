@@ -11,6 +11,7 @@ from recipes.benchmark import replay as measured_replay
 from recipes.benchmark import timing
 from recipes.benchmark.__main__ import main
 from recipes.benchmark.results import PER_ONLY, UNIFORM_ONLY, Row, compare, tables
+from tests.params import trees_of_torchrl
 
 PRIORITIZED = {"PER", "rank-based PER", "ReaPER"}
 OTHERS = {"TorchRL uniform", "event tables, ring", "event tables, pinned", "slices"}
@@ -100,6 +101,7 @@ def test_training_loops_are_measured_beside_torchrl(tmp_path):
     assert {row["contender"] for row in rows} == {"TorchRL", "recipe, uniform"}
 
 
+@trees_of_torchrl
 def test_the_whole_update_comes_first_and_is_compared_with_torchrl(tmp_path):
     rows = run(tmp_path, "whole", *SMALL, "--only", "TorchRL", "recipe")["whole"]
     assert [row["contender"] for row in rows][:2] == ["TorchRL", "recipe"] and float(rows[0]["ratio"]) == 1
