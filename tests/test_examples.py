@@ -1,9 +1,10 @@
-"""Runs the examples of the docstrings and of the READMEs."""
+"""Runs the examples of the docstrings, and of the READMEs and guides: each block is a case named by page and line."""
 
 import doctest
 import importlib
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,16 +22,28 @@ MODULES = [
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+class Block(NamedTuple):
+    """A block of Python on a page; ``line`` is the one above its first."""
+
+    page: Path
+    line: int
+    code: str
+
+    def run(self, names):
+        exec(compile("\n" * self.line + self.code, str(self.page), "exec"), names)
+
+
+def blocks(page):
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^ *```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        yield Block(page, text.count("\n", 0, match.start(1)), match[1])
+
+
 def guide_blocks(of_ray=False):
-    """Every block of Python in the guides that needs Ray or not, with its guide, at the lines it has there."""
-    for guide in GUIDES:
-        text = guide.read_text(encoding="utf-8")
-        for match in re.finditer(r"^ *```python[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-            if any(name in match[1] for name in ("RayReplayBuffer", "ShardedReplayBuffer")) != of_ray:
-                continue
-            line = text.count("\n", 0, match.start(1))
-            name = f"{guide.relative_to(ROOT)}-line-{line + 1}"
-            yield pytest.param(compile("\n" * line + match[1], str(guide), "exec"), id=name)
+    """Every block of Python in the guides that needs Ray or not."""
+    for block in (block for page in GUIDES for block in blocks(page)):
+        if any(name in block.code for name in ("RayReplayBuffer", "ShardedReplayBuffer")) == of_ray:
+            yield pytest.param(block, id=f"{block.page.relative_to(ROOT)}:{block.line + 1}")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -52,9 +65,19 @@ def test_guides(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # kept, since graphs must not outlive the names they were made of
     namespaces.append({"__name__": "__main__"})
-    exec(block, namespaces[-1])
+    block.run(namespaces[-1])
 
 
-@pytest.mark.parametrize("guide", ["README.md", "torchrl_replay_ext/README.md", "torchrl_replay_ext/CONVERTING.md"])
-def test_guides_with_examples_are_found(guide):
-    assert any(str(block.id).startswith(f"{guide}-line-") for block in guide_blocks())
+def test_examples_are_found_at_their_lines(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\na = 1\n```\n\n- item\n\n  ```python\n  ```\n\n```text\nno Python\n```\n")
+    assert [(block.line, block.code) for block in blocks(page)] == [(3, "a = 1\n"), (9, "")]
+    page.write_text("```python\n\nno_such_name\n```\n")
+    with pytest.raises(NameError) as error:
+        next(blocks(page)).run({})
+    assert (str(error.traceback[-1].path), error.traceback[-1].lineno + 1) == (str(page), 3)
+
+
+def test_pages_with_examples_are_found():
+    pages = {str(block.values[0].page.relative_to(ROOT)) for block in guide_blocks()}
+    assert {"README.md", "torchrl_replay_ext/CONVERTING.md", "torchrl_replay_ext/guide/priorities.md"} <= pages

@@ -1,10 +1,13 @@
 """Links and commands of the READMEs and guides: files, headings and modules exist."""
 
+import bisect
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.params import module_names
 from tests.test_examples import GUIDES, ROOT
 
 NAMES = [str(guide.relative_to(ROOT)) for guide in GUIDES]
@@ -30,22 +33,41 @@ def broken(link: str, page: Path) -> bool:
     return bool(anchor) and (path.suffix != ".md" or anchor not in headings(path))
 
 
-def links(text: str) -> list[str]:
-    found = re.findall(r"]\(\s*([^)\s]+)\s*\)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
-    return [link for link in found if not re.match(r"https?://|mailto:", link)]
+def links(text: str) -> list[tuple[int, str]]:
+    """The links to files, with their places in the text."""
+    found = re.finditer(r"]\(\s*([^)\s]+)\s*\)|(?:src|href)=\"([^\"]+)\"", text)
+    return [(m.end(), m[1] or m[2]) for m in found if not re.match(r"https?://|mailto:", m[1] or m[2])]
+
+
+def links_by_line(page: Path) -> list[tuple[str, str]]:
+    """The links of a page, each after the page's name and the line of its end."""
+    # blocks of code become as many empty lines
+    text = CODE.sub(lambda code: "\n" * code[0].count("\n"), page.read_text(encoding="utf-8"))
+    ends = list(itertools.accumulate(len(line) for line in text.splitlines(keepends=True)))
+    return [(f"{page.name}:{bisect.bisect(ends, place) + 1}", link) for place, link in links(text)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name):
-    page = ROOT / name
-    text = CODE.sub("", page.read_text(encoding="utf-8"))
-    assert [link for link in links(text) if broken(link, page)] == []
+    assert [link for link in links_by_line(ROOT / name) if broken(link[1], ROOT / name)] == []
+
+
+@pytest.mark.parametrize("module", module_names())
+def test_docstrings_and_errors_name_pages_of_the_guide(module):
+    source = (ROOT / module.replace(".", "/")).with_suffix(".py")
+    source = source if source.is_file() else source.with_suffix("") / "__init__.py"
+    for page in re.findall(r"\b(guide/\w+\.md|CONVERTING\.md)", source.read_text(encoding="utf-8")):
+        assert (ROOT / "torchrl_replay_ext" / page).is_file(), page
 
 
 def test_broken_links_are_found(tmp_path):
     page = ROOT / "README.md"
     assert broken("no_such_file.md", page) and broken("#no-such-heading", page) and broken(str(tmp_path), page)
-    assert links('[a\nb](x.md#y) ![](p.png) <img src="q.png"> [c](https://d)') == ["x.md#y", "p.png", "q.png"]
+    found = links('[a\nb](x.md#y) ![](p.png) <img src="q.png"> [c](https://d)')
+    assert [link for _, link in found] == ["x.md#y", "p.png", "q.png"]
+    page = tmp_path / "page.md"
+    page.write_text("```text\n[a](b.md)\n```\n[c\nd](e.md) [f](g.md)\n")
+    assert links_by_line(page) == [("page.md:5", "e.md"), ("page.md:5", "g.md")]
 
 
 @pytest.mark.parametrize("name", NAMES)

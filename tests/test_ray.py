@@ -184,7 +184,7 @@ def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
 
 @pytest.mark.parametrize("block", list(guide_blocks(of_ray=True)))
 def test_guides(buffers, block):
-    exec(block, {"__name__": "__main__"})
+    block.run({"__name__": "__main__"})
 
 
 def process_of(shard):

@@ -1,4 +1,4 @@
-"""TorchRL's DQN, TD3 and SAC scripts, changed by the diffs of CONVERTING.md, run and resume with the samplers.
+"""TorchRL's DQN, TD3 and SAC scripts, changed by the diffs of the guide, run and resume with the samplers.
 
 TorchRL's package does not have them. TORCHRL_REPOSITORY names a clone of https://github.com/pytorch/rl.
 """
@@ -20,9 +20,11 @@ import torchrl_replay_ext
 from tests.test_examples import ROOT
 from torchrl_replay_ext import RecencySampler
 
-GUIDE = (ROOT / "torchrl_replay_ext" / "CONVERTING.md").read_text(encoding="utf-8")
+# the pages with diffs
+PAGES = ("CONVERTING.md", "guide/checkpoints.md")
+GUIDE = "\n".join((ROOT / "torchrl_replay_ext" / page).read_text(encoding="utf-8") for page in PAGES)
 REPOSITORY = os.environ.get("TORCHRL_REPOSITORY")
-CHECKPOINT = "Checkpoint and resume"
+CHECKPOINT = "TorchRL's TD3 and SAC scripts"
 SIZE = 2_000
 # transitions that the first run collects, and those of both runs
 FIRST, BOTH = 600, 1_200
@@ -43,7 +45,7 @@ class Hunk(NamedTuple):
 def guide_diffs(heading: str) -> list[str]:
     """The diffs of a section of the guide."""
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
-    assert section, f"CONVERTING.md has no section {heading!r}"
+    assert section, f"{' and '.join(PAGES)} have no section {heading!r}"
     return re.findall(r"^```diff\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
 
 

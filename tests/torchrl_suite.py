@@ -26,7 +26,7 @@ from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, 
 
 _NO_TREES = "reads the private trees and attributes of TorchRL's PrioritizedSampler"
 _NO_STORAGE = "updates a sampler without a buffer; update_priority of an empty buffer is an error of ours"
-_FIRST_WRITE = "the first write is part of a graph; ours must run outside ('Compiled graphs' of the guide)"
+_FIRST_WRITE = "the first write is part of a graph; ours must run outside ('Rules' of guide/compiled_steps.md)"
 # A part of the name of each test that fails for a reason that the guide states, and the reason.
 KNOWN = {
     "test_ptdrb[": "max_capacity is smaller than the storage, which is an error of ours",

@@ -14,7 +14,7 @@ from tests.chi_square import p_value
 from tests.data import as_graphs, buffer_with
 from tests.emulated_device import EmulatedDevice
 
-GUIDE = (Path(torchrl_replay_ext.__file__).parent / "README.md").read_text(encoding="utf-8")
+GUIDE = (Path(torchrl_replay_ext.__file__).parent / "guide" / "own_sampler.md").read_text(encoding="utf-8")
 NAN = float("nan")
 
 

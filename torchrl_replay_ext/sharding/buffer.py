@@ -80,7 +80,7 @@ class ShardedReplayBuffer:
         ValueError: if a number is out of range, or the sampler cannot draw from several shards.
 
     Examples:
-        See the section "A buffer on several hosts" of the package's README.md.
+        See guide/several_hosts.md in the package.
     """
 
     # read by TorchRL's RayCollector
