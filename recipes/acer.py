@@ -75,6 +75,7 @@ from torchrl_replay_ext import (
     ACERContinuousLoss,
     ACERLoss,
     CompilableReplayBuffer,
+    Episodes,
     SeparateValueNetworks,
     StochasticDuelingNetwork,
     TrajectoryRetraceSampler,
@@ -285,7 +286,7 @@ def train(config: ACERRun, run_dir: Path) -> int:
     sampler = TrajectoryRetraceSampler(
         acer.buffer_size,
         slice_len=acer.slice_len,
-        num_streams=config.num_envs,
+        episodes=Episodes(num_streams=config.num_envs),
         behaviour_keys=("logits",) if discrete else ("loc", "scale"),
         anchors="uniform" if isinstance(anchors, RandomSampler) else anchors,
     )

@@ -7,6 +7,8 @@ BEGIN = time.monotonic()
 import torch  # noqa: E402
 from hydra.core.config_store import ConfigStore  # noqa: E402
 
+from torchrl_replay_ext import validate_on_accelerators  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -37,5 +39,6 @@ def no_schemas_of_torchrl(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def fixed_state():
     torch.manual_seed(0)
+    validate_on_accelerators(False)

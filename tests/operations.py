@@ -18,6 +18,7 @@ from tests.reference import Draws
 from tests.samplers.experience import Refuses
 from tests.settings import Setting, decoupled, events, proportional, rank, reaper, recency, slices
 from torchrl_replay_ext import DecoupledSampler
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 # add one line for each new sampler
@@ -209,7 +210,7 @@ class Driven(Modelled):
             index = index.float() + 0.5
         else:
             index[self.rng.randrange(count)] = -1000 if kind == "below" else 1000
-        if self.device == "cpu" or self.setting.validate or kind in ("short", "long", "float"):
+        if self.device == "cpu" or Layout((1,), torch.device("cpu")).validate or kind in ("short", "long", "float"):
             with self.refuses():
                 self.buffer.update_priority(index, error)
         else:
@@ -277,6 +278,11 @@ class Driven(Modelled):
             # the policy is not copied
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
+        if kind not in ("pickle", "deepcopy"):
+            # loaded episodes do not go on
+            self.environments.restart()
+            if self.tables is not None:
+                self.tables.episodes.clear()
         if self.reference is not None and kind in ("into another", "dumps"):
             # draws are not saved
             self.reference.draws = Draws()

@@ -19,6 +19,7 @@ from tests.reference import (
 )
 from torchrl_replay_ext import (
     DecoupledSampler,
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -58,9 +59,7 @@ class Setting:
         min_size: size from which an event table is drawn from.
         compilable: True for the compilable classes of buffer and storage.
         seed: seed of the arguments and of the buffer.
-        on_load: argument of samplers and writers.
         choices: arguments of the sampler that are not random.
-        validate: True if invalid input raises errors on all devices.
     """
 
     capacity: int
@@ -72,17 +71,16 @@ class Setting:
     min_size: int
     compilable: bool
     seed: int
-    on_load: Any
     choices: dict[str, Any] = field(default_factory=dict)
-    validate: bool = False
 
     @property
     def ndim(self) -> int:
         return 1 + (self.layout == "columns")
 
     @property
-    def streams(self) -> int:
-        return self.num_envs if self.ndim == 1 else 1
+    def episodes(self) -> Episodes | None:
+        """Half of the buffers find out the number of environments by themselves."""
+        return Episodes(num_streams=self.num_envs if self.ndim == 1 else 1) if self.seed % 2 else None
 
     def choose(self, rng: random.Random, *names: str) -> dict[str, Any]:
         return {name: rng.choice(OPTIONS[name]) for name in names} | self.choices
@@ -93,26 +91,26 @@ class Setting:
 
 def proportional(own: Setting, rng: random.Random) -> dict[str, Any]:
     chosen = own.choose(rng, "td_error", "weight_norm", "max_priority_within_buffer")
-    sampler = ProportionalSampler(own.capacity, stratified=rng.random() < 0.5, validate=own.validate, **chosen)
+    sampler = ProportionalSampler(own.capacity, stratified=rng.random() < 0.5, **chosen)
     return {"sampler": sampler, "reference": partial(NaivePER, **chosen)}
 
 
 def rank(own: Setting, rng: random.Random) -> dict[str, Any]:
     chosen, is_exact = own.choose(rng, "td_error"), rng.random() < 0.7
     further = {"segments": "exact" if is_exact else "piecewise", "stratified": rng.random() < 0.5}
-    sampler = RankBasedSampler(own.capacity, validate=own.validate, **further, **chosen)
+    sampler = RankBasedSampler(own.capacity, **further, **chosen)
     return {"sampler": sampler, "reference": partial(NaiveRanking, **chosen) if is_exact else None}
 
 
 def reaper(own: Setting, rng: random.Random) -> dict[str, Any]:
     chosen = own.choose(rng, "td_error", "weight_norm", "max_priority_within_buffer", "truncated")
-    common = {"num_streams": own.streams, "on_load": own.on_load, "validate": own.validate}
-    return {"sampler": ReaPERSampler(own.capacity, **common, **chosen), "reference": partial(NaiveReaPER, **chosen)}
+    sampler = ReaPERSampler(own.capacity, episodes=own.episodes, **chosen)
+    return {"sampler": sampler, "reference": partial(NaiveReaPER, **chosen)}
 
 
 def recency(own: Setting, rng: random.Random) -> dict[str, Any]:
     chosen = own.choose(rng, "half_life", "beta")
-    sampler = RecencySampler(own.capacity, validate=own.validate, **chosen)
+    sampler = RecencySampler(own.capacity, **chosen)
     return {"sampler": sampler, "reference": partial(NaiveRecency, **chosen)}
 
 
@@ -137,14 +135,13 @@ def events(kind: str | None, retention: Any, own: Setting, rng: random.Random) -
         correction=(correction := rng.choice(corrections)),
         priority=priority,
         pair_keys=("observation",),
-        validate=own.validate,
     )
     # of the transitions in each table
     uniform = partial(NaiveSlices, pad=True, length=1)
     references = {None: uniform, "proportional": partial(NaivePER, **chosen)}
     is_mixture = retention == "ring" and correction != "priority"
     reference = references.get(kind) if is_mixture else None
-    return {"sampler": sampler, "writer": EventTableWriter(tables, on_load=own.on_load), "reference": reference}
+    return {"sampler": sampler, "writer": EventTableWriter(tables), "reference": reference}
 
 
 def decoupled(own: Setting, rng: random.Random) -> dict[str, Any]:
@@ -161,12 +158,10 @@ def slices(
     sampler = TrajectoryRetraceSampler(
         own.capacity,
         slice_len=own.slice_len,
-        num_streams=own.streams,
+        episodes=own.episodes,
         behaviour_keys=(),
-        on_load=own.on_load,
         anchors=parts["sampler"],
         pad=pad,
         starts=starts,
-        validate=own.validate and anchors is None,
     )
     return {"sampler": sampler, "reference": parts["reference"]}

@@ -22,6 +22,7 @@ from torchrl_replay_ext import (
     CompilableTensorStorage,
     DecoupledSampler,
     ProportionalSampler,
+    validate_on_accelerators,
 )
 from torchrl_replay_ext.compilation import uniform
 
@@ -107,7 +108,8 @@ def test_each_recipe_trains_on_an_accelerator(name, emulated_runs):
 def test_random_operations_never_mix_devices(name, device):
     """Data comes from the device or from the CPU; see ``operations.py`` for what happens to the buffer."""
     for seed in (0, 3):
-        used = Driven(name, seed, device="emulated", validate=seed == 0)
+        validate_on_accelerators(seed == 0)
+        used = Driven(name, seed, device="emulated")
         for _ in range(30):
             used.operate()
         used.go_on_with_a_copy()

@@ -20,6 +20,7 @@ from tests.params import slow_but
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -172,7 +173,7 @@ CASES = {
     "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch"), TwoColumns),
     "reaper": Case(reaper()),
     # more than two pages of positions, so that pages are freed and used again
-    "reaper, two streams": Case(reaper(num_streams=2), TwoStreams, capacity=150),
+    "reaper, two streams": Case(reaper(episodes=Episodes(num_streams=2)), TwoStreams, capacity=150),
     "reaper, two columns": Case(reaper(weight_norm="buffer", max_priority_within_buffer=True), TwoColumns),
     "recency": Case(lambda capacity: RecencySampler(capacity, half_life=7.0, beta=0.5)),
     "events, uniform, conditional": Case(
@@ -189,7 +190,7 @@ CASES = {
         extends=False,
     ),
     "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),
-    "slices, proportional, two streams": Case(slices(proportional(), num_streams=2), TwoStreams),
+    "slices, proportional, two streams": Case(slices(proportional(), episodes=Episodes(num_streams=2)), TwoStreams),
     "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name and name != "recency"]

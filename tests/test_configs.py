@@ -188,7 +188,10 @@ def test_values_become_arguments():
         buffer.sample()
         buffer.update_priority(torch.arange(8), torch.rand(8))
     assert buffer.sampler.alpha == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
-    keys = ["replay_buffer.sampler.done_key=[next, finished]"]
+    keys = [
+        "+replay_buffer.sampler.episodes={_target_: torchrl_replay_ext.configs.make, kind: Episodes, "
+        "_convert_: all, done_key: [next, finished]}"
+    ]
     slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
     assert "anchors=ReaPERSampler(" in repr(slices)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(120), sampler=slices)

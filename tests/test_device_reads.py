@@ -13,11 +13,13 @@ from tests.emulated_device import EmulatedDevice
 from tests.params import both_buffers, slow_but
 from torchrl_replay_ext import (
     CompilableTensorStorage,
+    Episodes,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     RecencySampler,
     TrajectoryRetraceSampler,
+    validate_on_accelerators,
 )
 
 SIZE, BATCH, CHUNK = 240, 32, 8
@@ -26,10 +28,10 @@ SAMPLERS = {
     "proportional, stratified": partial(ProportionalSampler, stratified=True),
     "rank": RankBasedSampler,
     "reaper": ReaPERSampler,
-    "reaper, several streams": partial(ReaPERSampler, num_streams=3),
+    "reaper, several streams": partial(ReaPERSampler, episodes=Episodes(num_streams=3)),
     "recency": RecencySampler,
     "slices": partial(TrajectoryRetraceSampler, slice_len=4),
-    "slices, several streams": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "slices, several streams": partial(TrajectoryRetraceSampler, slice_len=4, episodes=Episodes(num_streams=3)),
     "slices, proportional": lambda: TrajectoryRetraceSampler(slice_len=4, anchors=ProportionalSampler()),
 }
 WRONG = {"nan": float("nan"), "infinite": float("inf"), "negative": -1.0, "too large": 1e38}
@@ -151,7 +153,8 @@ def invalid_updates():
 def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_validate(
     name, compilable, validate, device
 ):
-    buffer = filled(SAMPLERS[name](validate=validate, td_error="absolute"), compilable)
+    validate_on_accelerators(validate)
+    buffer = filled(SAMPLERS[name](td_error="absolute"), compilable)
     before = buffer.sampler.state_dict()
     for number, (index, error, valid) in enumerate(invalid_updates(), start=1):
         if name == "rank" and error[1] == WRONG["too large"]:
@@ -172,7 +175,8 @@ def test_an_accelerator_leaves_out_invalid_rows_and_counts_them_or_raises_with_v
 @both_buffers
 def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises_with_validate(compilable, device):
     for validate in (False, True):
-        buffer = filled(ProportionalSampler(eps=0, validate=validate), compilable)
+        validate_on_accelerators(validate)
+        buffer = filled(ProportionalSampler(eps=0), compilable)
         buffer.update_priority(torch.arange(SIZE, device="emulated"), torch.zeros(SIZE, device="emulated"))
         if validate:
             with pytest.raises(RuntimeError, match="all priorities are 0"):
@@ -188,7 +192,8 @@ def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_valid
     data["next", "done"][:] = False
     data["collector", "traj_ids"] = torch.arange(12) % 4
     for validate in (False, True):
-        buffer = make(SAMPLERS[name](num_streams=2, validate=validate), compilable)
+        validate_on_accelerators(validate)
+        buffer = make(SAMPLERS[name](episodes=Episodes(num_streams=2)), compilable)
         if validate:
             with pytest.raises(ValueError, match="num_streams=2"):
                 buffer.extend(data.to("emulated"))

@@ -14,6 +14,7 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
+    Episodes,
     FrameStackStorage,
     ProportionalSampler,
     RankBasedSampler,
@@ -25,10 +26,10 @@ SAMPLERS = {
     "uniform": lambda capacity: None,
     "per": ProportionalSampler,
     "rank": RankBasedSampler,
-    "reaper": partial(ReaPERSampler, num_streams=3),
-    "retrace": partial(TrajectoryRetraceSampler, slice_len=4, num_streams=3),
+    "reaper": partial(ReaPERSampler, episodes=Episodes(num_streams=3)),
+    "retrace": partial(TrajectoryRetraceSampler, slice_len=4, episodes=Episodes(num_streams=3)),
     "retrace_per": lambda capacity: TrajectoryRetraceSampler(
-        capacity, slice_len=4, num_streams=3, anchors=ProportionalSampler(capacity)
+        capacity, slice_len=4, episodes=Episodes(num_streams=3), anchors=ProportionalSampler(capacity)
     ),
     "sset": lambda capacity: event_sampler(20, history=5),
     "sset_pinned": lambda capacity: event_sampler(20, history=5, default=20),

@@ -197,11 +197,10 @@ class TestErrors:
         for max_size in (-1, 2.5, "x"):
             with pytest.raises(ValueError, match=rf"\(max_size={max_size!r}\): max_size must be an integer >= 1"):
                 FrameStackStorage(max_size)
-        for name in ("frame_key", "traj_key"):
-            with pytest.raises(TypeError, match=name):
-                FrameStackStorage(10, **{name: 5})
-        with pytest.raises(ValueError, match="num_streams=0"):
-            FrameStackStorage(10, num_streams=0)
+        with pytest.raises(TypeError, match="frame_key"):
+            FrameStackStorage(10, frame_key=5)
+        with pytest.raises(TypeError, match="episodes must be an Episodes object"):
+            FrameStackStorage(10, episodes=5)
         with pytest.raises(TypeError, match="must be a TensorDict, not Tensor"):
             FrameStackStorage(10).set(torch.arange(2), torch.zeros(2, 4, 3, 2))
         with pytest.raises(ValueError, match="Flatten it"):

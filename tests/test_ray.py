@@ -17,6 +17,7 @@ from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -43,7 +44,7 @@ def tables():
 PARTS = {
     "proportional": lambda: {"sampler": partial(ProportionalSampler, CAPACITY, beta=BETA)},
     "rank": lambda: {"sampler": partial(RankBasedSampler, CAPACITY, beta=BETA)},
-    "reaper": lambda: {"sampler": partial(ReaPERSampler, CAPACITY, num_streams=2, beta=BETA)},
+    "reaper": lambda: {"sampler": partial(ReaPERSampler, CAPACITY, episodes=Episodes(num_streams=2), beta=BETA)},
     "event_tables": lambda: {
         "sampler": partial(
             EventTableSampler,
@@ -59,7 +60,7 @@ PARTS = {
             TrajectoryRetraceSampler,
             CAPACITY,
             slice_len=4,
-            num_streams=2,
+            episodes=Episodes(num_streams=2),
             anchors=ProportionalSampler(CAPACITY, beta=BETA),
         )
     },
@@ -196,7 +197,7 @@ def test_a_sharded_buffer(buffers, tmp_path):
     rb = ShardedReplayBuffer(
         2,
         storage=partial(CompilableTensorStorage, 200),
-        sampler=partial(ReaPERSampler, num_streams=2, beta=BETA),
+        sampler=partial(ReaPERSampler, episodes=Episodes(num_streams=2), beta=BETA),
         batch_size=BATCH,
         seed=1,
         remote_config={"num_cpus": 0},
@@ -242,7 +243,7 @@ def test_errors_of_a_shard_pass_as_they_are(buffers):
     rb = ShardedReplayBuffer(
         1,
         storage=partial(CompilableTensorStorage, 64),
-        sampler=partial(ReaPERSampler, num_streams=1),
+        sampler=partial(ReaPERSampler, episodes=Episodes(num_streams=1)),
         batch_size=4,
         remote_config={"num_cpus": 0},
     )

@@ -17,6 +17,7 @@ from tests.params import slow_but
 from tests.reference import NaivePER, NaiveReaPER
 from tests.samplers.experience import INTERRUPTED
 from torchrl_replay_ext import (
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -67,12 +68,13 @@ class SideBySide(Sampler):
 
 def make_buffer(num_streams, *, compilable=False, ndim=1):
     tables = EventTables([EventSpec("end", ("next", "terminated"), HISTORY)], {"end": CAPACITY})
+    episodes = Episodes(num_streams=num_streams)
     eta = {"default": 0.5, "end": 0.5}
     samplers = {
         "per": ProportionalSampler(CAPACITY),
         "rank": RankBasedSampler(CAPACITY),
-        "reaper": ReaPERSampler(CAPACITY, num_streams=num_streams, omega=0.5),
-        "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, num_streams=num_streams, behaviour_keys=()),
+        "reaper": ReaPERSampler(CAPACITY, episodes=episodes, omega=0.5),
+        "slices": TrajectoryRetraceSampler(CAPACITY, slice_len=5, episodes=episodes, behaviour_keys=()),
         "tables": EventTableSampler(tables, eta=eta, min_size=1),
         "tables_per": EventTableSampler(tables, eta=eta, min_size=1, priority={"kind": "proportional"}),
     }
@@ -238,7 +240,7 @@ def test_columns_belong_to_one_environment_each(name):
     # a new trajectory is accepted: the first one may have been interrupted
     with pytest.warns(UserWarning, match=INTERRUPTED):
         mixed.extend(rows(2, 2, ids=second))
-    with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with num_streams"):
+    with pytest.raises(ValueError, match=r"trajectory 0 continues in a column .*\(ndim=1\) with episodes="):
         mixed.extend(rows(2, 2, ids=first))
     # an id may be used again if its first row is marked as initial, or if its episode has ended
     for marks in ({"is_init": torch.ones(2, 2, 1, dtype=torch.bool)}, {"episode": 2}):

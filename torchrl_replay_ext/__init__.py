@@ -5,6 +5,8 @@ from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
 from torchrl_replay_ext.core.conditions import Novel, Quantile, Threshold
 from torchrl_replay_ext.core.event_spec import EventSpec
 from torchrl_replay_ext.core.event_tables import EventTables
+from torchrl_replay_ext.core.layout import validate_on_accelerators
+from torchrl_replay_ext.core.streams import Episodes
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
 from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
@@ -34,6 +36,7 @@ __all__ = [
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
     "DecoupledSampler",
+    "Episodes",
     "EventSpec",
     "EventTableSampler",
     "EventTableWriter",
@@ -55,4 +58,5 @@ __all__ = [
     "TrajectoryRetraceSampler",
     "clip_gradients",
     "compile_step",
+    "validate_on_accelerators",
 ]

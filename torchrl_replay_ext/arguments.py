@@ -15,8 +15,6 @@ from torch import Tensor
 # How a loss writes the TD error δ: δ² or |δ|.
 TDError = Literal["squared", "absolute"]
 WeightNorm = Literal["buffer", "batch"]
-# What becomes of unfinished episodes when a state is loaded.
-OnLoad = Literal["truncate", "continue"]
 # A hyperparameter that exceeds a limit by at most this much is set to the limit: schedulers in float32 round.
 ROUNDING = 1e-6
 

@@ -73,7 +73,9 @@ def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTenso
     """The storage of a run: each transition whole, or with each frame of a game once."""
     if shares_frames(config):
         streams = max(64, 2 * config.num_envs)
-        return ext.FrameStackStorage(config.learning.buffer_size, num_streams=streams, device=device)
+        return ext.FrameStackStorage(
+            config.learning.buffer_size, episodes=ext.Episodes(num_streams=streams), device=device
+        )
     return ext.CompilableTensorStorage(config.learning.buffer_size, device=device)
 
 
@@ -201,7 +203,7 @@ def make_sampler(
     with refusals(settings["name"]):
         priority, keywords = settings.get("priority"), _keywords(settings, updates)
         if sampler is not ext.EventTableSampler:
-            known = {"capacity": size, "td_error": td_error, "num_streams": streams}
+            known = {"capacity": size, "td_error": td_error, "episodes": ext.Episodes(num_streams=streams)}
             taken = inspect.signature(sampler).parameters
             return sampler(**{key: value for key, value in known.items() if key in taken}, **keywords)
         events = config.env.events

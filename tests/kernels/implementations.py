@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from torchrl_replay_ext import SumTree
+from torchrl_replay_ext import Episodes, SumTree
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels import ops
@@ -80,6 +80,4 @@ def a_log(size, lanes, assigned):
 
 
 def a_reader(lanes):
-    return EpisodeReader(
-        "tests", num_streams=lanes, done_key="done", traj_key="trajectory", init_key="initial", on_load="continue"
-    )
+    return EpisodeReader("tests", Episodes(num_streams=lanes))

@@ -7,11 +7,13 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from tests.data import SAMPLERS, buffer_with, learn, random_rows, rows
 from tests.operations import Driven
 from torchrl_replay_ext import (
+    Episodes,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     RecencySampler,
     TrajectoryRetraceSampler,
+    validate_on_accelerators,
 )
 
 both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
@@ -240,7 +242,9 @@ def test_padded_slices_come_back_in_any_way(name, way, compilable):
 @both_buffers
 def test_the_batch_of_newest_takes_no_priority_from_rows_that_are_not_in_it(compilable):
     """Lanes without rows are padded with a row of another lane."""
-    sampler = TrajectoryRetraceSampler(40, slice_len=4, num_streams=3, anchors=ProportionalSampler(40, eps=0.0))
+    sampler = TrajectoryRetraceSampler(
+        40, slice_len=4, episodes=Episodes(num_streams=3), anchors=ProportionalSampler(40, eps=0.0)
+    )
     rb = buffer_with(sampler, 40, compilable=compilable, batch_size=16)
     rb.extend(random_rows(6, episode=20))
     batch = sampler.newest(rb)
@@ -256,7 +260,8 @@ def test_the_batch_of_newest_takes_no_priority_from_rows_that_are_not_in_it(comp
 @both_buffers
 @pytest.mark.parametrize("sampler", [ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler])
 def test_draws_and_updates_work_with_validate(sampler, compilable):
-    rb = buffer_with(sampler(8, validate=True), 8, compilable=compilable, batch_size=4)
+    validate_on_accelerators()
+    rb = buffer_with(sampler(8), 8, compilable=compilable, batch_size=4)
     rb.extend(random_rows(8))
     learn(rb)
     assert len(rb.sample()) == 4

@@ -6,11 +6,11 @@ from tensordict import TensorDict
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import buffer_of, buffer_with, rows
-from torchrl_replay_ext import Anneal, ProportionalSampler, RankBasedSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, Episodes, ProportionalSampler, RankBasedSampler, ReaPERSampler
 
 
 def test_rows_of_a_refused_write_stay_undrawn_if_an_older_row_is_announced_again():
-    buffer = buffer_of(ReaPERSampler, compilable=True, num_streams=2)
+    buffer = buffer_of(ReaPERSampler, compilable=True, episodes=Episodes(num_streams=2))
     buffer.extend(rows(10, ids=[0, 1] * 5))
     # pytest turns the warning into an error
     with pytest.raises(UserWarning, match="num_streams="):

@@ -17,7 +17,7 @@ from tests.samplers.experience import (
     probabilities,
     transitions,
 )
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, Episodes, ProportionalSampler, ReaPERSampler
 
 buffer_of = partial(data.buffer_of, ReaPERSampler)
 
@@ -109,7 +109,7 @@ def test_large_buffers(num_envs):
 
 def test_omega_0_is_proportional_prioritization():
     options, first = {"alpha": 0.6, "compilable": False}, 0
-    reaper = buffer_of(20, omega=0.0, num_streams=3, **options)
+    reaper = buffer_of(20, omega=0.0, episodes=Episodes(num_streams=3), **options)
     per = data.buffer_of(ProportionalSampler, 20, **options)
     for step in range(30):
         rows = data.rows(3, first=first, ids=torch.arange(3) + 3 * (step // 4), done=range(3) if step % 4 == 3 else ())
@@ -200,15 +200,14 @@ def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
 
 @pytest.mark.parametrize("missing", [("next", "done"), ("next", "terminated"), ("collector", "traj_ids")])
 def test_missing_entries_are_named(missing):
-    buffer = buffer_of(5, truncated="ongoing", num_streams=2)
+    buffer = buffer_of(5, truncated="ongoing", episodes=Episodes(num_streams=2))
     with pytest.raises(KeyError, match=missing[1]):
         buffer.extend(transitions(episode(0, 2)).exclude(missing))
 
 
 def test_other_keys():
-    buffer = buffer_of(
-        6, **plain(num_streams=2, done_key=("next", "over"), terminated_key=("next", "dead"), traj_key="trajectory")
-    )
+    episodes = Episodes(num_streams=2, done_key=("next", "over"), traj_key="trajectory")
+    buffer = buffer_of(6, **plain(terminated_key=("next", "dead"), episodes=episodes))
     a, b = episode(0, 3), episode(1, 2)
     data = transitions([a[0], b[0], a[1], b[1], a[2]])
     data["next"].rename_key_("done", "over").rename_key_("terminated", "dead")
@@ -219,21 +218,19 @@ def test_other_keys():
 
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
 def test_any_number_of_trajectories_may_break_off_in_one_write():
-    buffer = buffer_of(200)
+    buffer = buffer_of(200, episodes=Episodes(num_streams=1))
     buffer.extend(transitions([Step(number, number) for number in range(100)]))
     assert int(buffer.sampler.stats()["interrupted"]) == 99
     with Refuses(buffer, ValueError, "trajectory 0 continues"):
         buffer.extend(transitions([Step(150, 150), Step(151, 0)]))
 
 
-@pytest.mark.parametrize("on_load", ["truncate", "continue"])
-@pytest.mark.parametrize("streams", [{}, {"num_streams": 2}])
-def test_episodes_across_a_restart(on_load, streams):
+@pytest.mark.parametrize("ids", [None, [0] * 4])
+def test_episodes_end_at_a_restart(ids):
     """R of Equation 16 by hand: Σd up to t, divided by the largest Σd of an episode, where no episode is finished."""
-    ids = None if not streams else [0] * 4
 
     def make():
-        sampler = ReaPERSampler(alpha=0.0, omega=1.0, eps=0.0, td_error="absolute", on_load=on_load, **streams)
+        sampler = ReaPERSampler(alpha=0.0, omega=1.0, eps=0.0, td_error="absolute")
         return data.buffer_with(sampler, 20)
 
     saved, buffer = make(), make()
@@ -241,5 +238,5 @@ def test_episodes_across_a_restart(on_load, streams):
     buffer.load_state_dict(saved.state_dict())
     buffer.extend(data.rows(4, first=4, ids=ids))
     buffer.update_priority(torch.arange(8), torch.ones(8))
-    assert_priorities(buffer, [1.0, 2.0, 3.0, 4.0] * 2 if on_load == "truncate" else torch.arange(1.0, 9.0))
+    assert_priorities(buffer, [1.0, 2.0, 3.0, 4.0] * 2)
     assert buffer.sampler.stats()["interrupted"] == 0

@@ -10,7 +10,9 @@ from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 from tests.data import buffer_of, buffer_with, rows
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import INTERRUPTED, assert_priorities, probabilities
-from torchrl_replay_ext import ProportionalSampler, ReaPERSampler, RecencySampler, TrajectoryRetraceSampler
+from torchrl_replay_ext import Episodes, ProportionalSampler, ReaPERSampler, RecencySampler, TrajectoryRetraceSampler
+
+ONE = Episodes(num_streams=1)
 
 slices = partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())
 
@@ -33,7 +35,7 @@ def assert_episodes(buffer, expected):
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
 @pytest.mark.parametrize("sampler", [ReaPERSampler, slices])
 def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler):
-    buffer = buffer_of(sampler, capacity=20, num_streams=2)
+    buffer = buffer_of(sampler, capacity=20, episodes=Episodes(num_streams=2))
     buffer.extend(rows(2, ids=[0, 1]))
     buffer.extend(rows(2, ids=[0, 2], done=[0]))
     # trajectory 0 takes the lane that was written to least recently, that of trajectory 1, and 1 takes that of 2
@@ -44,7 +46,7 @@ def test_a_new_collector_may_use_the_ids_of_trajectories_that_it_cut_off(sampler
 
 
 def test_writes_go_on_after_a_refused_one():
-    buffer = buffer_of(ReaPERSampler, capacity=6)
+    buffer = buffer_of(ReaPERSampler, capacity=6, episodes=ONE)
     buffer.extend(rows(6, done=[5], ids=[0] * 6))
     with pytest.raises(ValueError, match="num_streams=1"):
         buffer.extend(rows(3, ids=[1, 2, 1]))
@@ -59,8 +61,8 @@ def test_writes_go_on_after_a_refused_one():
 @pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
 @pytest.mark.parametrize(("num_streams", "of_anchors"), [(2, 3), (3, 2)])
 def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothing(num_streams, of_anchors):
-    anchors = ReaPERSampler(200, num_streams=of_anchors)
-    sampler = slices(200, num_streams=num_streams, on_load="continue", anchors=anchors)
+    anchors = ReaPERSampler(200, episodes=Episodes(num_streams=of_anchors))
+    sampler = slices(200, episodes=Episodes(num_streams=num_streams), anchors=anchors)
     buffer = buffer_with(sampler, 200)
     buffer.extend(rows(62, done=[30], ids=[0] * 31 + [1] * 31))
     with pytest.raises(ValueError, match="num_streams=2"):
@@ -70,9 +72,9 @@ def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothin
 
 
 ONE_STREAM = {
-    "reaper": ReaPERSampler,
-    "slices": slices,
-    "slices, reaper": lambda size: slices(size, anchors=ReaPERSampler(size)),
+    "reaper": partial(ReaPERSampler, episodes=ONE),
+    "slices": partial(slices, episodes=ONE),
+    "slices, reaper": lambda size: slices(size, episodes=ONE, anchors=ReaPERSampler(size, episodes=ONE)),
 }
 BROKE_OFF = "is closed at its last stored step"
 
@@ -99,9 +101,9 @@ def test_with_one_stream_a_new_trajectory_closes_one_that_broke_off_and_warns_on
 @pytest.mark.parametrize("sampler", ONE_STREAM.values(), ids=ONE_STREAM)
 @pytest.mark.parametrize("envs", [2, 20])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_interleaved_environments_without_num_streams_are_an_error(sampler, envs, at_once):
+def test_more_environments_than_streams_are_an_error(sampler, envs, at_once):
     buffer = buffer_of(sampler, capacity=100)
-    with pytest.raises(ValueError, match=r"num_streams=1\. Pass num_streams=<number of environments"):
+    with pytest.raises(ValueError, match=r"num_streams=1\. Pass episodes=Episodes\(num_streams=<"):
         if at_once:
             buffer.extend(rows(2 * envs, ids=[*range(envs)] * 2))
         for env in [*range(envs)] * 2:
@@ -130,7 +132,7 @@ def test_a_marked_first_transition_ends_the_trajectory_before():
 @pytest.mark.parametrize("sampler", [ReaPERSampler, slices])
 def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
     """In flat storage with several streams, the mark does not identify the stream."""
-    buffer = buffer_of(sampler, capacity=20, num_streams=2)
+    buffer = buffer_of(sampler, capacity=20, episodes=Episodes(num_streams=2))
     first = torch.tensor([True, False] * 2)
     buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
     buffer.extend(rows(4, ids=[2, 2, 3, 3], is_init=first))

@@ -12,6 +12,7 @@ from tests.sharding.local_calls import LocalCalls
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -40,14 +41,18 @@ def event_tables(retention="ring", **arguments):
     }
 
 
-slices = partial(TrajectoryRetraceSampler, slice_len=4, num_streams=STREAMS, behaviour_keys=())
+slices = partial(TrajectoryRetraceSampler, slice_len=4, episodes=Episodes(num_streams=STREAMS), behaviour_keys=())
 PARTS = {
     "uniform": {"sampler": RandomSampler},
     "proportional": {"sampler": partial(ProportionalSampler, alpha=0.7, beta=0.5)},
     "stratified": {"sampler": partial(ProportionalSampler, alpha=0.7, beta=0.5, stratified=True)},
-    "reaper": {"sampler": partial(ReaPERSampler, alpha=0.7, beta=0.5, omega=0.6, num_streams=STREAMS)},
+    "reaper": {
+        "sampler": partial(ReaPERSampler, alpha=0.7, beta=0.5, omega=0.6, episodes=Episodes(num_streams=STREAMS))
+    },
     "reaper, ongoing": {
-        "sampler": partial(ReaPERSampler, beta=0.5, omega=1.0, num_streams=STREAMS, weight_norm="buffer")
+        "sampler": partial(
+            ReaPERSampler, beta=0.5, omega=1.0, episodes=Episodes(num_streams=STREAMS), weight_norm="buffer"
+        )
     },
     "event tables": event_tables(),
     "event tables, mixture": event_tables(correction="mixture", beta=0.5),

@@ -26,7 +26,7 @@ from tests.sharding.shards import (
     transitions,
     update,
 )
-from torchrl_replay_ext import Anneal, ProportionalSampler, ReaPERSampler
+from torchrl_replay_ext import Anneal, Episodes, ProportionalSampler, ReaPERSampler
 from torchrl_replay_ext.sharding.shard import Report
 
 
@@ -105,7 +105,9 @@ BETA = Anneal(0.4, 1.0, num_updates=10)
     "sampler",
     [
         partial(ProportionalSampler, beta=BETA),
-        partial(ReaPERSampler, beta=BETA, omega=Anneal(0.0, 1.0, num_updates=10), num_streams=STREAMS),
+        partial(
+            ReaPERSampler, beta=BETA, omega=Anneal(0.0, 1.0, num_updates=10), episodes=Episodes(num_streams=STREAMS)
+        ),
         lambda: slices(anchors=ProportionalSampler(beta=BETA)),
     ],
 )

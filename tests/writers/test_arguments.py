@@ -52,9 +52,7 @@ def tables(capacity, **arguments):
         (lambda: tables({"a": 5, "default": 4}, retention="pinned"), ValueError, "history=5, more than"),
         (lambda: tables({"a": 5})["x"], KeyError, "there is no table 'x'"),
         (lambda: EventTableWriter({}), TypeError, "tables must be EventTables"),
-        (lambda: EventTableWriter(tables({"a": 5}), done_key=None), TypeError, "must be the name of an entry"),
-        (lambda: EventTableWriter(tables({"a": 5}), stream_key=3), TypeError, "must be the name of an entry"),
-        (lambda: EventTableWriter(tables({"a": 5}), init_key=()), TypeError, "must be the name of an entry"),
+        (lambda: EventTableWriter(tables({"a": 5}), episodes=3), TypeError, "episodes must be an Episodes object"),
     ],
 )
 def test_bad_arguments_are_named(build, error, message):

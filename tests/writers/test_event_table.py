@@ -17,6 +17,7 @@ from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
+    Episodes,
     EventSpec,
     EventTables,
     EventTableSampler,
@@ -106,7 +107,7 @@ def test_tables_hold_what_the_algorithm_says_however_the_data_is_cut(layout, chu
 
 def test_environment_ids_as_streams_and_single_rows():
     specs, capacity, size = LAYOUTS["each"]
-    rb, tables = make(specs, capacity, size, stream_key="env")
+    rb, tables = make(specs, capacity, size, episodes=Episodes(traj_key="env"))
     naive = NaiveTables(specs, capacity, size)
     data = scripted(150, streams=3, seed=5)
     for row in data:
@@ -137,14 +138,14 @@ def test_a_write_of_no_rows_changes_nothing(kind, shape, is_first):
 
 
 def test_is_init_ends_what_broke_off():
-    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
+    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, episodes=Episodes(traj_key=None))
     rb.extend(marked(6, event=[5], is_init=torch.arange(6) == 3))
     assert contents(rb, tables, "a") == [3, 4, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64])
 def test_ends_and_beginnings_of_any_dtype(dtype):
-    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, stream_key=None)
+    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, episodes=Episodes(traj_key=None))
     data = marked(9, event=[5, 8], is_init=(torch.arange(9) == 3).to(dtype))
     # numbers other than 0 are true
     data["next", "done"] = (torch.arange(9) == 6).unsqueeze(1).to(dtype) * (0.5 if dtype.is_floating_point else 1)
@@ -191,18 +192,15 @@ def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
     assert contents(rb, tables, "back") == list(naive.tables["back"])
 
 
-@pytest.mark.parametrize("on_load", ["truncate", "continue"])
 @pytest.mark.parametrize("history", [1, 2, 9])
-def test_a_state_can_be_loaded_with_another_history(history, on_load):
-    """The next event sends as many transitions as the new history says, of its own run if the episode was cut."""
+def test_a_state_can_be_loaded_with_another_history_and_its_episodes_end(history):
     data = marked(20, event=[10])
     saved, _ = make([("a", 5, "a")], {"a": 20}, 40)
     saved.extend(data[:10].clone())
-    rb, tables = make([("a", history, "a")], {"a": 20}, 40, on_load=on_load)
+    rb, tables = make([("a", history, "a")], {"a": 20}, 40)
     rb.load_state_dict(saved.state_dict())
     rb.extend(data[10:].clone())
-    first = 11 - history if on_load == "continue" else 10
-    assert contents(rb, tables, "a") == list(range(first, 11))
+    assert contents(rb, tables, "a") == [10]
 
 
 @pytest.mark.parametrize(
@@ -328,9 +326,9 @@ def test_bad_data_changes_nothing(condition, change, error, message, retention):
 
 def test_several_streams_must_be_told_apart():
     rb, _ = make([("a", 3, "a")], {"a": 10}, 40)
-    with pytest.raises(ValueError, match="with the stream of each transition as stream_key"):
+    with pytest.raises(ValueError, match="with trajectory ids"):
         rb.extend(torch.stack([scripted(10), scripted(10)]))
-    rb, _ = make([("a", 3, "a")], {"a": 10}, 40, stream_key="worker")
+    rb, _ = make([("a", 3, "a")], {"a": 10}, 40, episodes=Episodes(traj_key="worker"))
     with pytest.raises(KeyError, match="no entry 'worker'"):
         rb.extend(scripted(10))
 
@@ -396,7 +394,9 @@ class Row:
 def test_a_row_may_be_a_tensorclass(capacity):
     retention = "pinned" if "default" in capacity else "ring"
     tables = EventTables([EventSpec("end", "end", history=2)], capacity, retention=retention)
-    rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=EventTableWriter(tables, done_key="end"), batch_size=4)
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(10), writer=EventTableWriter(tables, episodes=Episodes(done_key="end")), batch_size=4
+    )
     for number in range(3):
         assert rb.add(Row(end=torch.tensor([number == 2]), batch_size=[])) == number
     assert tables["end"].index().tolist() == [1, 2]

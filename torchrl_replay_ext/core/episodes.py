@@ -37,7 +37,7 @@ class EpisodeIndex(WriteObserver):
     * Assigned lanes, for several environments in one flat storage: the trajectory id determines the lane of a
       transition. Lanes take pages from a common pool and return them, so a lane may have any length.
 
-    All shapes are static, and no operation reads from an accelerator, except with ``validate``.
+    All shapes are static, and no operation reads from an accelerator.
 
     Args:
         log: the generations of the slots.
@@ -210,8 +210,8 @@ class EpisodeIndex(WriteObserver):
         """Recompute the trees after their leaves were overwritten, and end episodes that do not continue."""
         self._tree.rebuild_()
         self._episode_sums.rebuild_()
-        if self._reader.on_load == "truncate":
-            self._remove(self._records.new_empty(0, dtype=torch.int64), stops=True)
+        # a resumed run begins new episodes
+        self._remove(self._records.new_empty(0, dtype=torch.int64), stops=True)
 
     def clear(self) -> None:
         """Remove all content, and forget all trajectories."""

@@ -89,8 +89,8 @@ class FramePool:
             raise RuntimeError(
                 f"FrameStackStorage: stored transitions need all {self.capacity} frames, because the trajectories are "
                 "too short. Pass a larger frame_capacity=; a trajectory of L steps needs L + 1 frames. If there are "
-                f"more than num_streams={self._streams.shape[1]} simultaneous trajectories, also pass a larger "
-                "num_streams=."
+                f"more than {self._streams.shape[1]} simultaneous trajectories, also pass "
+                "episodes=Episodes(num_streams=<their number>)."
             )
         if refused >= 0:
             raise ValueError(

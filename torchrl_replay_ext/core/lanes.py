@@ -45,19 +45,21 @@ class Lanes:
 
     * Fixed by the storage: slot t·lanes + e is step t of lane e. One environment in flat storage is a single lane.
     * Assigned by trajectory id, for several environments in one flat storage. A trajectory keeps its lane until it
-      ends. A new trajectory takes a free lane, or else the lane that was written to least recently.
+      ends. A new trajectory takes a free lane, or else the lane that was written to least recently. No more lanes are
+      used than there were unfinished trajectories.
 
     If the lane of a new trajectory has an unfinished episode, this episode is interrupted. This is counted, and a
     warning is issued once, unless the row is marked as the first of its episode. An interrupted trajectory may go on,
     but it is an error if it interrupts a trajectory that interrupted another one: there are too few lanes.
 
     Args:
-        layout: the slots. Without ``layout.validate``, interruptions are only counted on accelerators, as in graphs.
+        layout: the slots. On accelerators interruptions are only counted, as in graphs, unless
+            ``layout.validate``.
         num_streams: number of environments that write to flat storage; from 2 on, lanes are assigned. Default: 1.
     """
 
     def __init__(self, layout: Layout, num_streams: int = 1):
-        self._validate, device = layout.validate, layout.device
+        self._layout, device = layout, layout.device
         self.assigned = len(layout.shape) == 1 and num_streams > 1
         self.num_lanes = num_streams if self.assigned else layout.slots_per_step
         # see lanes_layout
@@ -82,7 +84,7 @@ class Lanes:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        can_raise = not is_traced() and (self._validate or slots.is_cpu)
+        can_raise = not is_traced() and (self._layout.validate or slots.is_cpu)
         strictness = UNCHECKED if not can_raise else CHECKED if self._warned else CAREFUL
         state, interrupted, result, no_numbers, no_marks = self._views()
         trajectory = no_numbers if marks.trajectory is None else marks.trajectory
@@ -101,9 +103,8 @@ class Lanes:
         self._warned = True
         warnings.warn(
             "A trajectory began before the last one had ended (done); the unfinished one is closed at its last "
-            "stored step. This is normal once if a resumed run has on_load='continue' and new environments. If several "
-            "environments write to this buffer, pass num_streams=<number of environments> to the sampler "
-            "(EventTableSampler: in priority=).",
+            "stored step. If several environments write to this buffer, pass "
+            "episodes=Episodes(num_streams=<number of environments>) to the sampler.",
             stacklevel=2,
         )
 
@@ -112,13 +113,13 @@ class Lanes:
             return ValueError(
                 f"trajectory {number} continues in a column of the storage after another one was written there: "
                 "several workers or collectors alternate in the same columns. Use flat storage (ndim=1) with "
-                "num_streams=<number of environments that write to the buffer>. If a new collector restarted the "
-                "trajectory ids, mark the first transition of each episode (torchrl's InitTracker does)."
+                "episodes=Episodes(num_streams=<number of environments that write to the buffer>). If a new collector "
+                "restarted the trajectory ids, mark the first transition of each episode (torchrl's InitTracker does)."
             )
         return ValueError(
             f"trajectory {number} continues after others took its place: more simultaneous trajectories than "
-            f"num_streams={self.num_lanes}. Pass num_streams=<number of environments that write to the buffer> to the "
-            "sampler (EventTableSampler: in priority=). If trajectories are cut off, mark the last transition as "
+            f"num_streams={self.num_lanes}. Pass episodes=Episodes(num_streams=<number of environments that write to "
+            "the buffer>) to the sampler. If trajectories are cut off, mark the last transition as "
             "truncated and done (a collector does with set_truncated=True), or mark the first transition of the next "
             "trajectory (torchrl's InitTracker does). Leave out the padding of split_trajs=True: "
             "data[data['collector', 'mask']]."

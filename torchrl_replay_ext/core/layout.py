@@ -8,7 +8,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.arguments import require_bool
 from torchrl_replay_ext.compilation import raise_if
+
+_accelerators_are_validated = False
+
+
+def validate_on_accelerators(enabled: bool = True) -> None:
+    """Let invalid input raise errors in eager code on accelerators too, in the whole process.
+
+    To see it, the host must wait for the device, about once per draw and update. Without this, eager code on
+    accelerators does what a compiled step does: it leaves out invalid rows of updates and counts them in ``stats()``.
+    On the CPU, eager code always raises errors.
+
+    Args:
+        enabled: False switches it off again. Default: True.
+    """
+    require_bool("validate_on_accelerators", "enabled", enabled)
+    global _accelerators_are_validated
+    _accelerators_are_validated = enabled
 
 
 class Layout(NamedTuple):
@@ -20,19 +38,21 @@ class Layout(NamedTuple):
         for_graphs: True if compiled graphs use the state; all state must then be in tensors. Default: False.
         known: True if ``shape`` was read from a storage, False if it is a guess before the first write. Default:
             False.
-        validate: True if invalid input raises errors on accelerators too, although the host must wait for the device
-            to see it. Default: False.
     """
 
     shape: tuple[int, ...]
     device: torch.device
     for_graphs: bool = False
     known: bool = False
-    validate: bool = False
+
+    @property
+    def validate(self) -> bool:
+        """True if invalid input raises errors on accelerators too, see :func:`validate_on_accelerators`."""
+        return _accelerators_are_validated
 
     @property
     def skip_checks_on(self) -> torch.device | None:
-        """The device on which checks of values are skipped, because the host would wait; None with ``validate``."""
+        """The device on which checks of values are skipped, because the host would wait; None if they are made."""
         return None if self.validate else self.device
 
     @property

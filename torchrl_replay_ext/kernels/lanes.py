@@ -31,12 +31,19 @@ def _lane_of(lanes, trajectory, first):
 
 @part
 def _lane_for(lanes):
-    """The lane for a new trajectory: a free one if there is one, of these the one written least recently."""
-    best = 0
-    for lane in range(1, lanes.shape[1]):
-        is_older = lanes[WRITTEN, lane] < lanes[WRITTEN, best]
-        if lanes[OPEN, lane] < lanes[OPEN, best] or (lanes[OPEN, lane] == lanes[OPEN, best] and is_older):
-            best = lane
+    """The lane for a new trajectory: a free one, else any, and of these the one written least recently.
+
+    A free lane that was never written comes after the other free ones, so no more lanes are used than are needed.
+    """
+    best, earliest = 0, 2**63 - 1
+    for lane in range(lanes.shape[1]):
+        written = lanes[WRITTEN, lane]
+        if lanes[OPEN, lane] > 0:
+            written += 2**62
+        elif written == 0:
+            written = 2**61
+        if written < earliest:
+            best, earliest = lane, written
     return best
 
 
@@ -57,7 +64,7 @@ def _copy(lanes, to):
 
 @part
 def _has_runs(trajectory):
-    """True if two rows that follow each other have the same id."""
+    """True if two rows that follow each other have the same id: the rows of one environment come after another's."""
     found = False
     for row in range(1, trajectory.shape[0]):
         found |= trajectory[row] == trajectory[row - 1]
@@ -70,8 +77,8 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
 
     A row goes on with the unfinished episode of its trajectory. Any other trajectory takes a free lane, or the lane
     written to least recently, whose unfinished episode it then interrupts. ``ended`` rows end an episode, ``initial``
-    rows begin one. In data of several environments one after the other, the next trajectory of an environment takes
-    the lane that the row before has left.
+    rows begin one. If the rows of one environment come after those of another, the next trajectory of an environment
+    takes the lane that the row before has left.
 
     * ``lanes`` is the state; ``interrupted`` [1] counts the episodes interrupted by rows that are not initial.
     * ``slots``, ``trajectory``, ``ended``, ``initial`` are the rows [n]; ids and marks are empty if there are none.
@@ -83,8 +90,6 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
     """
     num_lanes, count = lanes.shape[1], slots.shape[0]
     has_ids, has_runs = trajectory.shape[0] > 0, _has_runs(trajectory)
-    # rows of each environment, if the write has the rows of several environments one after the other
-    per_lane = count // num_lanes if count % num_lanes == 0 else count
     state = np.empty(lanes.shape, np.int64)
     _copy(lanes, state)
     now, num_interrupted, lane = 0, 0, 0
@@ -98,7 +103,7 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
             last = lane
             lane = _lane_of(state, number, last)
             if lane < 0:
-                goes_on = has_runs and row % per_lane > 0 and state[OPEN, last] == 0
+                goes_on = has_runs and row > 0 and state[OPEN, last] == 0
                 lane = last if goes_on else _lane_for(state)
         else:
             lane = slots[row] % num_lanes

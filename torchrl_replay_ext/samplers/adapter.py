@@ -31,6 +31,7 @@ from torchrl_replay_ext.core.priorities import Priorities
 from torchrl_replay_ext.kernels.ops import as_tensor
 from torchrl_replay_ext.samplers import saved_state
 from torchrl_replay_ext.samplers.base import ShardRows, Sums
+from torchrl_replay_ext.samplers.rows import EpisodeReader
 from torchrl_replay_ext.samplers.sampler_state import NO_TD_ERROR, MakeDistribution, MakeObserver, SamplerState
 from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fitting_items
 from torchrl_replay_ext.samplers.wrapper import ShowsArguments, delegated
@@ -62,7 +63,8 @@ class DistributionSampler(ShowsArguments, Sampler):
       rows exactly.
     * A compiled step keeps no Python state and reads no tensor values. It counts input that is an error in eager mode.
     * On an accelerator, eager code reads no values of updates either, because the host would have to wait for the
-      device. It counts invalid rows like a compiled step, or raises errors with ``validate``.
+      device. It counts invalid rows like a compiled step, or raises errors with
+      :func:`~torchrl_replay_ext.validate_on_accelerators`.
 
     Args:
         capacity: number of slots, at least the capacity of the storage. None: the capacity of the storage.
@@ -72,7 +74,6 @@ class DistributionSampler(ShowsArguments, Sampler):
             updates. ``"beta"`` is the exponent of the weights; without it, batches have none.
         eps, min_priority, td_error, max_priority_within_buffer: see :class:`~torchrl_replay_ext.ProportionalSampler`.
             Defaults: 0.0, 0.0, ``"squared"`` and False.
-        validate: see :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
     """
 
     # the class that errors name
@@ -106,15 +107,15 @@ class DistributionSampler(ShowsArguments, Sampler):
         min_priority: float = 0.0,
         td_error: TDError = "squared",
         max_priority_within_buffer: bool = False,
-        validate: bool = False,
     ):
         name = self.owner
         if capacity is not None:
             capacity = require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
         require_bool(name, "max_priority_within_buffer", max_priority_within_buffer)
-        require_bool(name, "validate", validate)
         self.capacity, self.make, self._make_observers = capacity, make, list[MakeObserver]()
+        # what reads the episodes of rows
+        self.readers = list[EpisodeReader]()
         self._make_priorities = partial(
             Priorities,
             eps=require_finite(name, "eps", eps),
@@ -126,7 +127,7 @@ class DistributionSampler(ShowsArguments, Sampler):
             key: value if isinstance(value, Hyperparameter) else make_exponents(name, **{key: value})[key]
             for key, value in hyperparameters.items()
         }
-        self._set_up(Layout((capacity or 1,), torch.device("cpu"), validate=validate))
+        self._set_up(Layout((capacity or 1,), torch.device("cpu")))
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -170,13 +171,15 @@ class DistributionSampler(ShowsArguments, Sampler):
         if self._bound is not None and not self.state.log.is_empty:
             raise RuntimeError(f"{name}: this sampler belongs to another storage; create one sampler for each buffer.")
         is_new = self._find_parts(storage)
-        layout = layout_of(name, storage, self.capacity, validate=self.layout.validate)
+        layout = layout_of(name, storage, self.capacity)
         if layout is None:
             return
         if not self.state.log.is_empty and layout.shape != self.layout.shape:
             raise ValueError(
                 f"{name}: the sampler's state is for a storage of shape {self.layout.shape}, not {layout.shape}."
             )
+        for reader in self.readers:
+            is_new |= reader.count_streams(storage)
         if layout != self.layout._replace(known=True) or is_new:
             if self._is_spawned:
                 raise RuntimeError(
@@ -274,7 +277,7 @@ class DistributionSampler(ShowsArguments, Sampler):
 
         Raises:
             RuntimeError: if the buffer is empty, or all priorities are 0. A traced step raises no error: all rows are
-                slot 0, with weight 0. Likewise an accelerator without ``validate``, if all priorities are 0.
+                slot 0, with weight 0. Likewise an accelerator, if all priorities are 0.
             ValueError: if the buffer has ``sample_unit=Sequence(...)`` and slots are not in time order.
         """
         slots, info = self.draw(storage, batch_size, is_complete=True)
@@ -380,7 +383,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         Raises:
             ValueError: if a TD error is negative, not finite or too large, or the shapes do not match.
             IndexError: if a slot is out of range, or empty and never drawn. After an error the state is unchanged. A
-                traced step, and an accelerator without ``validate``, raise no error: such rows change nothing and are
+                traced step, and an accelerator, raise no error: such rows change nothing and are
                 counted in :meth:`stats`.
         """
         if not self.distribution.takes_priorities:
@@ -413,7 +416,7 @@ class DistributionSampler(ShowsArguments, Sampler):
         mean. ``never_updated``: share of transitions that still have the priority of a new one. ``max_priority``: d of
         new transitions. ``dropped_updates``: rows not updated because their slot was overwritten. ``rejected_updates``:
         rows not updated for one of two reasons. In a graph or on an accelerator, the TD error is negative, not finite
-        or too large, or the slot does not exist (errors in eager code on the CPU, or with ``validate``). In TorchRL's
+        or too large, or the slot does not exist (errors in eager code on the CPU, or with validation). In TorchRL's
         TensorDictReplayBuffer, the sample has no entry ``priority_key`` (an error in CompilableReplayBuffer). And the
         value of each hyperparameter.
 
@@ -479,7 +482,9 @@ class DistributionSampler(ShowsArguments, Sampler):
         is_empty = not is_alike and not has_rows
         if has_rows:
             self._require_capacity(call, shape)
-            if not is_alike:
+            lanes = [saved[key] for key in ("episodes_lanes", "slices_lanes") if key in saved]
+            has_others = [reader.adopt_streams(lanes[0]) for reader in self.readers if lanes]
+            if not is_alike or any(has_others):
                 state = self._make_state(self.layout._replace(shape=shape, known=True))
         state.require_fitting(call, saved, state.distribution.settings if is_empty else None)
         written, latest = int(saved["num_writes"]), int(saved["latest_write"])

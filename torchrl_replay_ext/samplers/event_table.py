@@ -87,8 +87,6 @@ class EventTableSampler(DistributionSampler):
             dtype; equal states and actions must have exactly equal values. Pairs are counted by hash: with D different
             pairs in a buffer of N transitions, the counts of about a share of (1 − e^(−D/2N))³ are too large, such as
             1 % for D = N/2. Default: ``("observation", "action")``.
-        validate: raise errors for invalid input on accelerators too, see
-            :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -114,7 +112,6 @@ class EventTableSampler(DistributionSampler):
         beta: float | Anneal = 1.0,
         priority: Mapping[str, Any] | None = None,
         pair_keys: tuple[NestedKey, ...] = ("observation", "action"),
-        validate: bool = False,
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
@@ -150,7 +147,7 @@ class EventTableSampler(DistributionSampler):
             alpha=hyperparameters.get("alpha"),
             beta=hyperparameters.get("beta"),
         )
-        super().__init__(None, make, hyperparameters=hyperparameters, validate=validate, **settings)
+        super().__init__(None, make, hyperparameters=hyperparameters, **settings)
 
     def _find_parts(self, storage: Storage) -> bool:
         """Use the tables of the buffer's writer; returns True if the distribution must be created again."""

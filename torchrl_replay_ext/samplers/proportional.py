@@ -146,9 +146,6 @@ class ProportionalSampler(DistributionSampler):
             stored transition has been updated, the last such value is kept. Default: False.
         min_priority: the smallest d of an updated transition, >= 0: smaller values of \|δ\| + eps are raised to it.
             Default: 0.
-        validate: if True, invalid input raises errors on accelerators too; to see it, the host must wait for the
-            device. If False (default), invalid rows of updates are left out there and counted in :meth:`stats`, as in
-            a compiled step.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
@@ -181,7 +178,6 @@ class ProportionalSampler(DistributionSampler):
         weight_norm: WeightNorm = "buffer",
         max_priority_within_buffer: bool = False,
         min_priority: float = 0.0,
-        validate: bool = False,
     ):
         name = "ProportionalSampler"
         require_bool(name, "stratified", stratified)
@@ -195,5 +191,4 @@ class ProportionalSampler(DistributionSampler):
             min_priority=min_priority,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
-            validate=validate,
         )

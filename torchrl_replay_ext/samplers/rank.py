@@ -175,8 +175,6 @@ class RankBasedSampler(DistributionSampler):
             order, so the draws are the same.
         weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions, which is
             that of the last rank: w = (rank / N)^(αβ). ``"batch"`` divides by the largest weight of the batch.
-        validate: raise errors for invalid input on accelerators too, see
-            :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
@@ -205,7 +203,6 @@ class RankBasedSampler(DistributionSampler):
         segments: Segments = "exact",
         td_error: TDError = "squared",
         weight_norm: WeightNorm = "buffer",
-        validate: bool = False,
     ):
         name = "RankBasedSampler"
         require_choice(name, "segments", segments, get_args(Segments))
@@ -223,5 +220,4 @@ class RankBasedSampler(DistributionSampler):
             ),
             hyperparameters=hyperparameters,
             td_error=td_error,
-            validate=validate,
         )

@@ -10,10 +10,11 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
-from torchrl_replay_ext.arguments import OnLoad, TDError, WeightNorm, require_choice
+from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice
 from torchrl_replay_ext.compilation import random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.streams import Episodes
 from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.adapter import DistributionSampler
@@ -153,13 +154,13 @@ class ReaPERSampler(DistributionSampler):
       else the lane that was written to least recently, whose episode then stays ongoing. This is counted in
       :meth:`stats` and a warning is issued once, unless ``init_key`` marks the first transition of the new episode. It
       is an error if interrupted trajectories go on interrupting each other, because there are more than
-      ``num_streams``. An unfinished episode goes on if its id appears again, also if a new collector has restarted the
-      ids; mark first transitions (TorchRL's ``InitTracker``) to begin a new one.
+      ``episodes.num_streams``; on an accelerator and in graphs they are only counted. An unfinished episode goes on if
+      its id appears again, also if a new collector has restarted the ids; mark first transitions (TorchRL's
+      ``InitTracker``) to begin a new one.
 
-    Environments: a single environment, or one per column of a storage with ``ndim`` >= 2, needs no arguments. If
-    several environments write to one flat storage, pass their number as ``num_streams``; ``traj_key``, which TorchRL's
-    collectors write, identifies their episodes. Flatten data of shape [E, T] before it is written to flat storage:
-    ``rb.append_transform(lambda td: td.reshape(-1), invert=True)``.
+    Environments: a single environment, or one per column of a storage with ``ndim`` >= 2, needs no arguments. In flat
+    storage, trajectory ids, which TorchRL's collectors write, identify the episodes of several environments. Flatten
+    data of shape [E, T] before it is written there: ``rb.append_transform(lambda td: td.reshape(-1), invert=True)``.
 
     d and d^α are stored in fixed point, in units of 2^-23 = 1.2e-7 (rounded up): scale rewards so that \|δ\| is
     typically above 1e-5. At a capacity of 10^6, d can be up to 5 · 10^5.
@@ -173,30 +174,21 @@ class ReaPERSampler(DistributionSampler):
         eps: constant added to \|δ\|, >= 0, so that every transition can be drawn. Default: 1e-6.
         td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
             writes \|δ\|, see :class:`~torchrl_replay_ext.ProportionalSampler`.
-        num_streams: number of environments whose transitions are interleaved in flat storage. Default: 1.
         truncated: whether truncated episodes are ``"finished"`` (default) or ``"ongoing"``.
-        done_key: entry that marks the end of an episode, bool. Default: ``("next", "done")``.
         terminated_key: entry that marks termination, bool; used if ``truncated="ongoing"``. Default: ``("next",
             "terminated")``.
-        traj_key: entry with trajectory ids, int64; used if present, required if ``num_streams`` > 1. Default:
-            ``("collector", "traj_ids")``.
-        init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
-        on_load: what becomes of unfinished episodes when a state is loaded. ``"truncate"`` (default): they end with
-            their last stored transition, because a new run begins new episodes. ``"continue"``: the next transitions
-            go on with them, for runs that restore the collector and its environments too.
         weight_norm: ``"batch"`` (default) divides weights by the largest weight of the batch, ``"buffer"`` by the
             largest weight of all stored transitions, which costs O(N) for each draw.
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. The sums
             of episodes use this d for rows that have not been updated. Default: False.
-        validate: raise errors for invalid input on accelerators too, see
-            :class:`~torchrl_replay_ext.ProportionalSampler`. If False (default), trajectories in excess of
-            ``num_streams`` are only counted there as ``interrupted`` in :meth:`stats`.
+        episodes: how rows are divided into episodes. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
+            When a state is loaded, unfinished episodes end with their last stored transition.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.
         ValueError: if an argument is out of range; at a write, if ``capacity`` is smaller than the storage, if more
-            trajectories than ``num_streams`` go on in turn.
+            trajectories than ``episodes.num_streams`` go on in turn.
         KeyError: at a write, if a required entry is missing.
 
     Warns:
@@ -227,30 +219,16 @@ class ReaPERSampler(DistributionSampler):
         beta: float | Anneal = 0.4,
         eps: float = 1e-6,
         td_error: TDError = "squared",
-        num_streams: int = 1,
         truncated: Truncated = "finished",
-        done_key: NestedKey = ("next", "done"),
         terminated_key: NestedKey = ("next", "terminated"),
-        traj_key: NestedKey = ("collector", "traj_ids"),
-        init_key: NestedKey = "is_init",
-        on_load: OnLoad = "truncate",
         weight_norm: WeightNorm = "batch",
         max_priority_within_buffer: bool = False,
-        validate: bool = False,
+        episodes: Episodes | None = None,
     ):
         name = "ReaPERSampler"
         require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
         hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        reader = EpisodeReader(
-            name,
-            num_streams=num_streams,
-            done_key=done_key,
-            traj_key=traj_key,
-            init_key=init_key,
-            on_load=on_load,
-            truncated=truncated,
-            terminated_key=terminated_key,
-        )
+        reader = EpisodeReader(name, episodes, truncated=truncated, terminated_key=terminated_key)
         super().__init__(
             capacity,
             partial(
@@ -264,5 +242,5 @@ class ReaPERSampler(DistributionSampler):
             eps=eps,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
-            validate=validate,
         )
+        self.readers.append(reader)

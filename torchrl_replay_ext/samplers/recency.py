@@ -87,8 +87,6 @@ class RecencySampler(DistributionSampler):
         beta: exponent of the importance-sampling weights, a number in [0, 1]; with 0, all weights are 1. With beta > 0
             the newest of N transitions has weight 2^(−beta (N − 1) / half_life), which is close to 0 if ``half_life``
             is much shorter than the buffer. It cannot be annealed, since schedules count priority updates. Default: 0.
-        validate: raise errors for invalid input on accelerators too, see
-            :class:`~torchrl_replay_ext.ProportionalSampler`. Default: False.
 
     Raises:
         TypeError: if an argument is not a number.
@@ -114,14 +112,13 @@ class RecencySampler(DistributionSampler):
         *,
         half_life: float = 100_000,
         beta: float = 0.0,
-        validate: bool = False,
     ):
         self._half_life = as_number("RecencySampler", "half_life", half_life)
         if not self._half_life > 0:
             raise ValueError(f"RecencySampler(half_life={half_life}): half_life must be > 0; use math.inf for uniform.")
         exponents = {"beta": as_number("RecencySampler", "beta", beta)}
         make = partial(Recency, half_life=self._half_life)
-        super().__init__(capacity, make, hyperparameters=exponents, validate=validate)
+        super().__init__(capacity, make, hyperparameters=exponents)
 
     @property
     def half_life(self) -> float:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import OnLoad, require_choice, require_integer, require_nested_keys
+from torchrl_replay_ext.arguments import require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.mixed_streams import check_streams
+from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.kernels.ops import cast
 
 
@@ -92,6 +93,8 @@ class RowView:
 
 
 Truncated = Literal["finished", "ongoing"]
+# streams in flat storage with trajectory ids, if their number was not passed
+_STREAMS = 16
 
 
 @dataclass(eq=False)
@@ -100,29 +103,42 @@ class EpisodeReader:
 
     Args:
         owner: class name of the sampler, for error messages.
-        num_streams, truncated, done_key, terminated_key, traj_key, init_key, on_load: see
-            :class:`~torchrl_replay_ext.ReaPERSampler`.
+        episodes, truncated, terminated_key: see :class:`~torchrl_replay_ext.ReaPERSampler`.
 
     Raises:
         TypeError, ValueError: if an argument is invalid.
     """
 
     owner: str
+    episodes: Episodes | None
     _: KW_ONLY
-    num_streams: int
-    done_key: NestedKey
-    traj_key: NestedKey
-    init_key: NestedKey
-    on_load: OnLoad
     truncated: Truncated = "finished"
     terminated_key: NestedKey = ("next", "terminated")
 
     def __post_init__(self):
-        require_integer(self.owner, "num_streams", self.num_streams)
         require_choice(self.owner, "truncated", self.truncated, get_args(Truncated))
-        require_choice(self.owner, "on_load", self.on_load, get_args(OnLoad))
-        for name in ("done_key", "traj_key", "init_key", "terminated_key"):
-            require_nested_keys(self.owner, **{name: getattr(self, name)})
+        require_nested_keys(self.owner, terminated_key=self.terminated_key)
+        keys = require_episodes(self.owner, self.episodes)
+        self._done_key, self._traj_key, self._init_key = keys.done_key, keys.traj_key, keys.init_key
+        # the number of streams in flat storage; decided at the first write, or by a loaded state, if it is not fixed
+        self.is_fixed, self.num_streams = keys.num_streams is not None, keys.num_streams or 1
+
+    def count_streams(self, storage: Storage) -> bool:
+        """Decide the number of streams from the entries of the storage; True if it has changed."""
+        data = _torchrl.stored_data(storage)
+        if self.is_fixed or self._traj_key is None or not is_tensor_collection(data):
+            return False
+        before, (ids,) = self.num_streams, _torchrl.entries_of(data, [self._traj_key])
+        self.num_streams = 1 if ids is None else _STREAMS
+        return self.num_streams != before
+
+    def adopt_streams(self, lanes: Any) -> bool:
+        """Decide the number of streams by the saved ``lanes`` [4, n]; True if it has changed."""
+        is_saved = isinstance(lanes, Tensor) and lanes.ndim == 2 and len(lanes) == 4
+        if self.is_fixed or not is_saved or self.num_streams == lanes.shape[1]:
+            return False
+        self.num_streams = lanes.shape[1]
+        return True
 
     def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
         """Read the entries of ``rows``.
@@ -130,13 +146,19 @@ class EpisodeReader:
         Raises:
             KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
         """
-        ended, trajectory, initial = rows.columns((self.done_key, self.traj_key, self.init_key))
+        keys = [self._done_key, self._init_key]
+        ended, initial, *ids = rows.columns(keys if self._traj_key is None else [*keys, self._traj_key])
+        trajectory = ids[0] if ids else None
         if ended is None:
-            raise rows.missing(self.done_key, "which the environment writes; pass its name as done_key=.")
+            why = "which the environment writes; pass its name: episodes=Episodes(done_key=...)."
+            raise rows.missing(self._done_key, why)
         if trajectory is None and needs_ids:
-            why = "which collectors write to identify trajectories; pass its name as traj_key=, or use num_streams=1."
-            raise rows.missing(self.traj_key, why)
-        check_streams(rows.storage, rows.slots, self.done_key, self.traj_key)
+            why = (
+                "which collectors write to identify trajectories; pass its name: episodes=Episodes(traj_key=...), or "
+                "episodes=Episodes(num_streams=1)."
+            )
+            raise rows.missing(self._traj_key or "", why)
+        check_streams(rows.storage, rows.slots, self._done_key, self._traj_key)
         return EpisodeMarks(
             cast(ended, torch.bool),
             None if trajectory is None else cast(trajectory, torch.int64),

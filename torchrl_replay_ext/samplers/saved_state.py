@@ -62,7 +62,6 @@ def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTab
     if not tables.is_allocated:
         tables = copy.deepcopy(tables)
         tables.allocate(num_slots, torch.device("cpu"))
-    expected = {**tables.tensors(), "open": torch.zeros(len(state.get("open", ())), 4, dtype=torch.int64, device="cpu")}
     saved_slots = len(state["number"])
     is_alike = torch.equal(torch.as_tensor(state["begins"], device="cpu"), tables.begins)
     if not is_alike or not saved_slots == num_slots == tables.num_slots:
@@ -70,7 +69,4 @@ def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTab
             f"{call}: the state is for tables of other capacities, or for {saved_slots} slots instead "
             f"of {num_slots}; create the buffer with the capacities and the storage size of the saved one."
         )
-    require_fitting(call, state, expected)
-    slots = state["open"][:, 1]
-    if bool(((slots < 0) | (slots >= num_slots)).any()):
-        raise ValueError(f"{call}: the entry open has a slot in its second column that the storage does not have.")
+    require_fitting(call, state, tables.tensors())

@@ -189,13 +189,17 @@ class SliceStarts(Distribution):
 
         Returns:
             Slots, int64 [lanes, slice_len], the last one repeated, and the mask, bool [lanes, slice_len], False where a
-            lane has fewer transitions. A lane without transitions repeats the newest one of all lanes.
+            lane has fewer transitions. A lane without transitions repeats the newest one of all lanes, or is left out
+            in eager code if the number of streams was not passed.
         """
         count = (self._time - self._recent < self._size).sum(1, keepdim=True)
         step = torch.arange(self._slice_len, device=self._device)
         place = (self._rows.unsqueeze(1) - count + step.minimum(count - 1)) % self._slice_len
         times = where_int64(count > 0, self._recent.gather(1, place), self._time)
-        return times % self._size, step < count
+        slots, mask = times % self._size, step < count
+        if self._reader.is_fixed or not self.lanes.assigned or is_traced():
+            return slots, mask
+        return slots[mask[:, 0]], mask[mask[:, 0]]
 
     def is_followed(self, slots: Tensor) -> Tensor:
         """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""
@@ -224,8 +228,8 @@ class SliceStarts(Distribution):
     def rebuild(self) -> None:
         self.starts.leaves[: self._size] = self._find_starts(self._log.generation > 0)
         self.starts.rebuild_()
-        if self._reader.on_load == "truncate":
-            self.lanes.end_all()
+        # a resumed run begins new episodes
+        self.lanes.end_all()
 
     def stats(self) -> dict[str, Tensor]:
         """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""

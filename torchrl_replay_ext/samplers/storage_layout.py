@@ -13,14 +13,13 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.core.layout import Layout, require_capacity
 
 
-def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: bool) -> Layout | None:
+def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:
     """The layout of a storage; None before the first write to the storage.
 
     Args:
         owner: the class that error messages name.
         storage: the storage.
         capacity: capacity of the sampler. None: that of the storage.
-        validate: see :class:`~torchrl_replay_ext.core.layout.Layout`.
 
     Raises:
         ValueError: if the storage holds several transitions per slot, has more slots than ``capacity``, or has no size
@@ -52,7 +51,7 @@ def layout_of(owner: str, storage: Storage, capacity: int | None, *, validate: b
             f"{owner}(capacity={capacity}): capacity must not be smaller than the storage, which has {num_slots} "
             "slots; omit capacity to use that of the storage."
         )
-    return Layout(shape, device, _torchrl.is_compilable(storage), known=True, validate=validate)
+    return Layout(shape, device, _torchrl.is_compilable(storage), known=True)
 
 
 def _several_transitions(owner: str, shape: tuple[int, ...], ndim: int) -> ValueError:

@@ -14,7 +14,6 @@ from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler, Stora
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import (
-    OnLoad,
     key_path,
     require_bool,
     require_choice,
@@ -23,6 +22,7 @@ from torchrl_replay_ext.arguments import (
 )
 from torchrl_replay_ext.compilation import gather_in_bounds, raise_if
 from torchrl_replay_ext.core.layout import unravel
+from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
 from torchrl_replay_ext.samplers.base import ShardRows
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
@@ -74,37 +74,27 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     :meth:`newest` returns the on-policy slices of Algorithm 1.
 
     Every write records the successor of each transition, so a draw needs no search. Environments and trajectory ids are
-    handled as in :class:`~torchrl_replay_ext.ReaPERSampler`. One environment, or one per column of a storage of
-    ``ndim`` >= 2, needs no further arguments. If several environments write to one flat storage, pass ``num_streams``
-    and store trajectory ids at ``traj_key``. The writer must be a round-robin writer, the default.
+    handled as in :class:`~torchrl_replay_ext.ReaPERSampler`. The writer must be a round-robin writer, the default.
 
     Args:
         capacity: number of slots, at least the capacity of the storage. None (default): the capacity of the storage.
         slice_len: steps per slice, k in the paper, which uses 20 for discrete and 50 for continuous actions.
-        num_streams: number of environments that write to one flat storage. Default: 1.
-        done_key: entry that marks the end of an episode by termination or truncation, bool. Its last part must not be
-            ``"terminated"``. ``"truncated"`` is written beside this entry. Default: ``("next", "done")``.
-        traj_key: entry with trajectory ids, int64; used if present, required if ``num_streams`` > 1. Default:
-            ``("collector", "traj_ids")``.
         behaviour_keys: required entries with statistics of the behaviour policy: ``("logits",)`` (default), ``("loc",
             "scale")``, ``("action_log_prob",)``, or () for none.
         pad: if True, slices may have fewer than ``slice_len`` steps and are padded, see above. Default: True.
         anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
             with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
-        init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
         starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
             of each episode, for recurrent networks that learn from the first step on. All are equally likely. Requires
             ``anchors="uniform"``.
-        on_load: what becomes of unfinished episodes when a state is loaded, ``"truncate"`` (default) or ``"continue"``;
-            see :class:`~torchrl_replay_ext.ReaPERSampler`.
-        validate: raise errors for invalid input on accelerators too, although the host must wait for the device to see
-            it. If False (default), trajectories in excess of ``num_streams`` are only counted there, as ``interrupted``
-            in :meth:`stats`. With ``anchors``, pass ``validate`` to their sampler.
+        episodes: how rows are divided into episodes. The last part of ``done_key`` must not be ``"terminated"``;
+            ``"truncated"`` is written beside this entry. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
+            When a state is loaded, unfinished episodes end with their last stored transition.
 
     Raises:
         TypeError: if a flag has another type.
         ValueError: if an argument is out of range. At a write, if ``capacity`` is smaller than the storage, or more
-            trajectories than ``num_streams`` go on in turn. At a draw, if ``batch_size`` is not a multiple of
+            trajectories than ``episodes.num_streams`` go on in turn. At a draw, if ``batch_size`` is not a multiple of
             ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.
         KeyError: at a write, if a required entry is missing.
         RuntimeError: at a draw, if the buffer is empty or no slice can begin. In a graph the mask is False instead.
@@ -134,37 +124,26 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         capacity: int | None = None,
         *,
         slice_len: int,
-        num_streams: int = 1,
-        done_key: NestedKey = ("next", "done"),
-        traj_key: NestedKey = ("collector", "traj_ids"),
         behaviour_keys: Sequence[NestedKey] = ("logits",),
         pad: bool = True,
         anchors: Literal["uniform"] | DistributionSampler = "uniform",
-        init_key: NestedKey = "is_init",
         starts: Starts = "any",
-        on_load: OnLoad = "truncate",
-        validate: bool = False,
+        episodes: Episodes | None = None,
     ):
         slice_len = require_integer(OWNER, "slice_len", slice_len)
         require_bool(OWNER, "pad", pad)
         require_choice(OWNER, "starts", starts, get_args(Starts))
-        reader = EpisodeReader(
-            OWNER,
-            num_streams=num_streams,
-            done_key=done_key,
-            traj_key=traj_key,
-            init_key=init_key,
-            on_load=on_load,
-        )
+        episodes = require_episodes(OWNER, episodes)
+        reader = EpisodeReader(OWNER, episodes)
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
             require_nested_keys(OWNER, behaviour_keys=name)
-        path = key_path(done_key)
+        path = key_path(episodes.done_key)
         if path[-1] == "terminated":
             raise ValueError(
-                f"{OWNER}(done_key={done_key!r}): done_key must be True at every end of an episode, also a truncated "
+                f"{OWNER}(episodes={episodes!r}): done_key must be True at every end of an episode, also a truncated "
                 "one; use ('next', 'done')."
             )
         if anchors != "uniform":
@@ -182,8 +161,6 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                     f"{OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
                 )
-            if validate:
-                raise ValueError(f"{OWNER}(validate=True): pass validate=True to the sampler of the anchors instead.")
             if starts == "episode":
                 raise ValueError(
                     f"{OWNER}(starts='episode', anchors={anchors!r}): anchors may draw any step of an episode; use "
@@ -207,11 +184,12 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         )
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
-            anchors = _UniformStarts(capacity, make, hyperparameters={}, validate=validate)
+            anchors = _UniformStarts(capacity, make, hyperparameters={})
         else:
             # errors of draws and updates name both
             anchors.owner = f"{OWNER}(anchors={type(anchors).__name__}(...))"
             anchors.observe(make)
+        anchors.readers.append(reader)
         # draws the starts
         self.starts_sampler: DistributionSampler = anchors
 
@@ -318,7 +296,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             ``priority_weight`` is 1. Unlike a slice of a sample, these slices contain steps of several episodes in time
             order, with ``("next", "done")`` True at the end of each. The mask is False where a stream has fewer steps.
             In flat storage a stream is one of ``num_streams`` lanes, and a lane may contain episodes of different
-            environments.
+            environments. If ``num_streams`` was not passed, lanes without steps are left out in eager code.
 
         Raises:
             ValueError: if ``rb`` is another buffer, or has ``sample_unit=Sequence(...)``.

@@ -15,6 +15,7 @@ from torchrl_replay_ext.arguments import is_key, key_path, require_integer, requ
 from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
 from torchrl_replay_ext.core.mixed_streams import check_streams
+from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.indices import is_last_occurrence
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
@@ -39,10 +40,9 @@ class FrameStackStorage(CompilableTensorStorage):
             small storages (5 times ``max_size`` up to 1024 transitions), which is enough for episodes of 8 steps on
             average. Memory for a frame is allocated when the frame is first needed.
         frame_key: entry with the observations. Default: ``"observation"``.
-        traj_key: entry with trajectory ids, int64; used if present to find frames that are already stored. Without
-            ids, each row is compared with the previous row. Default: ``("collector", "traj_ids")``.
-        num_streams: number of trajectories whose last transition is remembered; at least the number of environments.
-            Default: 64.
+        episodes: trajectory ids are used, if present, to find frames that are already stored; without ids, each row is
+            compared with the previous row. The last transitions of ``num_streams`` trajectories are remembered, 64 if
+            it is None. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
         device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
@@ -70,18 +70,18 @@ class FrameStackStorage(CompilableTensorStorage):
         *,
         frame_capacity: int | None = None,
         frame_key: NestedKey = "observation",
-        traj_key: NestedKey = ("collector", "traj_ids"),
-        num_streams: int = 64,
+        episodes: Episodes | None = None,
         device: torch.device | str = "cpu",
     ):
         max_size = require_integer(_OWNER, "max_size", max_size)
-        require_nested_keys(_OWNER, frame_key=frame_key, traj_key=traj_key)
+        require_nested_keys(_OWNER, frame_key=frame_key)
+        episodes = require_episodes(_OWNER, episodes)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
         self._frame_capacity = require_integer(_OWNER, "frame_capacity", frame_capacity, least=max_size)
-        self._num_streams = require_integer(_OWNER, "num_streams", num_streams)
+        self._num_streams = episodes.num_streams or 64
         self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
-        self._traj_key = traj_key
+        self._traj_key, self._done_key = episodes.traj_key, episodes.done_key
         self._pool: FramePool | None = None
         super().__init__(max_size, device=device)
 
@@ -149,7 +149,7 @@ class FrameStackStorage(CompilableTensorStorage):
         else:
             cursor, slots, data = self._distinct(cursor, data)
         before, after = self._stacks(data)
-        pool, trajectory = self._pool, data.get(self._traj_key, None)
+        pool, trajectory = self._pool, None if self._traj_key is None else data.get(self._traj_key, None)
         assert pool is not None
         if trajectory is not None:
             trajectory = trajectory.reshape(-1).to(pool.device, torch.int64)
@@ -157,7 +157,7 @@ class FrameStackStorage(CompilableTensorStorage):
         super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
         # otherwise the rows cannot be read yet
         if set_cursor:
-            check_streams(self, slots, ("next", "done"), self._traj_key)
+            check_streams(self, slots, self._done_key, self._traj_key)
 
     def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
         """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""

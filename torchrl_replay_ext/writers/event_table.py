@@ -8,22 +8,22 @@ import warnings
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensorclass
+from tensordict import TensorDictBase, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.arguments import OnLoad, require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.conditions import StatefulCondition
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import row_major
 from torchrl_replay_ext.core.mixed_streams import check_streams
+from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
@@ -74,7 +74,7 @@ class EventTableWriter(CompilableWriter):
     tables do not depend on how the data is split into calls of ``extend``, except that a condition with ``context``
     sees earlier transitions only if the default table still holds them.
 
-    Streams: in flat storage, the entry ``stream_key`` identifies the stream of a transition. TorchRL's collectors write
+    Streams: in flat storage, the entry ``traj_key`` identifies the stream of a transition. TorchRL's collectors write
     a trajectory id to this entry, so each episode is a separate stream. Data without this entry is one stream. In a
     storage with ``ndim`` >= 2 each column is a stream, and the entry, if present, separates its episodes. Trajectory
     ids can restart, for example with a new collector. Then a restarted id would continue an unfinished episode with the
@@ -89,13 +89,9 @@ class EventTableWriter(CompilableWriter):
 
     Args:
         tables: the tables to fill.
-        stream_key: entry with the stream of each transition, integers. None: all data is one stream. The entry is
-            optional only for the default key. Default: ``("collector", "traj_ids")``.
-        done_key: entry that marks the end of an episode, bool. Default: ``("next", "done")``.
-        init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``.
-        on_load: what becomes of unfinished episodes when a state is loaded. ``"truncate"`` (default): a later event
-            does not reach their transitions, because a new run begins new episodes. ``"continue"``: the next
-            transitions go on with them, for runs that restore the collector and its environments too.
+        episodes: how rows are divided into episodes; ``num_streams`` is not needed. A ``traj_key`` that is not the
+            default must be present. Default: None, as :class:`~torchrl_replay_ext.Episodes` says. When a state is
+            loaded, unfinished episodes end: a later event does not reach their transitions.
 
     Raises:
         TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the
@@ -128,24 +124,18 @@ class EventTableWriter(CompilableWriter):
         self,
         tables: EventTables,
         *,
-        stream_key: NestedKey | None = _TRAJECTORY,
-        done_key: NestedKey = ("next", "done"),
-        init_key: NestedKey = "is_init",
-        on_load: OnLoad = "truncate",
+        episodes: Episodes | None = None,
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableWriter: tables must be EventTables, not {type(tables).__name__}.")
-        keys: dict[str, NestedKey] = {"done_key": done_key, "init_key": init_key}
-        if stream_key is not None:
-            keys["stream_key"] = stream_key
-        require_nested_keys("EventTableWriter", **keys)
-        require_choice("EventTableWriter", "on_load", on_load, get_args(OnLoad))
+        episodes = require_episodes("EventTableWriter", episodes)
         super().__init__()
         # the tables that the writer fills
-        self.tables, self._on_load = tables, on_load
+        self.tables = tables
         # pinned tables choose the slots
         self._follows_ring = not tables.is_pinned
-        self._keys, self._optional = [*keys.values()], (init_key, _TRAJECTORY)
+        self._keys = [key for key in (episodes.done_key, episodes.init_key, episodes.traj_key) if key is not None]
+        self._optional = episodes.init_key, _TRAJECTORY
         self._has_context = any(spec.context for spec in tables.specs)
         # numbers of the events that depend on the transitions written before
         self._stateful = [k for k, spec in enumerate(tables.specs) if isinstance(spec.condition, StatefulCondition)]
@@ -155,7 +145,7 @@ class EventTableWriter(CompilableWriter):
         self._open: dict[int, list[int]] = {}
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
-        self._done_and_ids = done_key, stream_key
+        self._done_and_ids = episodes.done_key, episodes.traj_key
         self._warned_of_cut = False
 
     def register_storage(self, storage: Storage) -> None:
@@ -212,7 +202,7 @@ class EventTableWriter(CompilableWriter):
         if data.ndim != storage.ndim:
             raise ValueError(
                 f"EventTableWriter: data of shape {tuple(data.shape)} does not fit a storage of ndim={storage.ndim}. "
-                "Flatten it, with the stream of each transition as stream_key: "
+                "Flatten it, with trajectory ids: "
                 f"rb.append_transform(lambda td: td.reshape(-1), invert=True); or use a storage with ndim={data.ndim}."
             )
         self._check(data, storage.ndim)
@@ -279,7 +269,7 @@ class EventTableWriter(CompilableWriter):
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(
                 f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
-                "the entry with the stream of each transition as stream_key=, or None for one stream."
+                "the entry with trajectory ids: episodes=Episodes(traj_key=...), or traj_key=None for one stream."
             )
         simple = [number for number, spec in enumerate(specs) if not spec.context and number not in self._stateful]
         columns = [specs[number].signal(data) for number in simple]
@@ -373,7 +363,8 @@ class EventTableWriter(CompilableWriter):
                 del self._open[stream]
         if len(self._open) > 2 * tables.num_slots:
             # episodes that were interrupted
-            self._open = {stream: episode for stream, *episode in self._open_episodes().tolist()}
+            number = tables.number.tolist()
+            self._open = {stream: episode for stream, episode in self._open.items() if number[episode[0]] == episode[1]}
         check_streams(storage, torch.from_numpy(slots), *self._done_and_ids)
         if cut[0] and not self._warned_of_cut:
             self._warn_of_cut()
@@ -401,12 +392,6 @@ class EventTableWriter(CompilableWriter):
         self._write_count += len(slots)
         return index, written
 
-    def _open_episodes(self) -> Tensor:
-        """The episodes whose last step is still stored: stream, slot, number and trajectory, int64 [n, 4]."""
-        found = [[stream, *episode] for stream, episode in self._open.items()]
-        found = torch.tensor(found, dtype=torch.int64, device="cpu").view(-1, 4)
-        return found[self.tables.number[found[:, 1]] == found[:, 2]]
-
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
         self.tables.clear()
@@ -427,13 +412,12 @@ class EventTableWriter(CompilableWriter):
         return [self.tables.retention, *self.tables.names]
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the cursor, the tables and the last steps of unfinished episodes."""
+        """A copy of the cursor and the tables; unfinished episodes end when it is loaded."""
         tables: dict[str, Tensor] = {}
         if self.tables.is_allocated:
             tables = {key: tensor.clone() for key, tensor in self.tables.tensors().items()}
             # it numbers the changes of this buffer only, and also counts loads
             tables["counters"][CHANGES] = 0
-            tables["open"] = self._open_episodes()
         return {**super().state_dict(), "tables": tables, "described": self._described()}
 
     def require_loadable(self, state_dict: dict[str, Any]) -> None:
@@ -464,8 +448,6 @@ class EventTableWriter(CompilableWriter):
             known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
             tables.allocate(len(saved["number"]), tables.device if known is None else known[1])
             tables.load(saved)
-            if self._on_load == "continue":
-                self._open = {stream: episode for stream, *episode in saved["open"].tolist()}
         if self._storage is not None:
             # they read the restored tables
             bind_samplers(self._storage)

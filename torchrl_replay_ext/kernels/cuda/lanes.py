@@ -37,7 +37,7 @@ def _assign(
     is_open = tl.load(state + _OPEN * num_lanes, mask=exists, other=0)
     chain = tl.load(state + _CHAIN * num_lanes, mask=exists, other=_NONE)
     no = tl.full((), 0, tl.int1)
-    has_runs, per_lane = no, tl.where(count % num_lanes == 0, count // num_lanes, count)
+    has_runs = no
     if trajectory is not None:
         for row in range(1, count):
             has_runs = has_runs | (tl.load(trajectory + row) == tl.load(trajectory + row - 1))
@@ -48,9 +48,10 @@ def _assign(
         number = tl.load(trajectory + row) if trajectory is not None else tl.cast(_NONE, tl.int64)
         is_initial = tl.load(initial + row) != 0 if initial is not None else no
         if is_assigned:
-            goes_on = has_runs & (row % per_lane > 0) & (_of(is_open, column == lane) == 0)
-            # a free lane, else any, and of these the one written least recently
-            oldest = tl.argmin(tl.where(exists, written + tl.where(is_open > 0, 2**62, 0), _NEVER), axis=0)
+            goes_on = has_runs & (row > 0) & (_of(is_open, column == lane) == 0)
+            # a free lane, else any, and of these the one written least recently; never written ones are the last free
+            late = tl.where(is_open > 0, 2**62, tl.where(written == 0, 2**61, 0))
+            oldest = tl.argmin(tl.where(exists, written + late, _NEVER), axis=0)
             matches = exists & (is_open > 0) & (ids == number)
             distance = tl.min(tl.where(matches, (column - lane + num_lanes) % num_lanes, num_lanes), axis=0)
             found = tl.where(goes_on, lane, oldest.to(tl.int64))
