@@ -126,6 +126,12 @@ def test_the_start_of_the_guide_links_to_every_page(page):
     assert f"](guide/{page})" in START.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", torchrl_replay_ext.__all__)
+def test_the_index_has_every_public_name(name):
+    index = START.read_text(encoding="utf-8").partition("## API index")[2]
+    assert f"`{name}`" in index
+
+
 def sentences(text: str) -> list[tuple[int, str]]:
     """The sentences of a page outside of code, with their lines; cells of tables and items of lists are sentences."""
     text = re.sub(r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
