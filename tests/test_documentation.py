@@ -132,6 +132,11 @@ def test_the_index_has_every_public_name(name):
     assert f"`{name}`" in index
 
 
+def test_the_citation_names_the_version():
+    citation = (ROOT / ".github" / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {torchrl_replay_ext.__version__}\n" in citation
+
+
 def sentences(text: str) -> list[tuple[int, str]]:
     """The sentences of a page outside of code, with their lines; cells of tables and items of lists are sentences."""
     text = re.sub(r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
