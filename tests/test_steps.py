@@ -32,7 +32,6 @@ def step_of_torch(network, optimizer, loss):
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (lambda network, optimizer, loss: loss.backward(), "loss.backward()"),
         (lambda network, optimizer, loss: optimizer.zero_grad(), "optimizer.zero_grad()"),
         (step_of_torch, "optimizer.step()"),
     ],
@@ -47,6 +46,38 @@ def test_what_cannot_be_compiled_is_named_with_the_way_out(function, line):
         assert "test_steps.py" in str(caught.value) and line in str(caught.value)
     for parameter, old in zip(network.parameters(), before.parameters(), strict=True):
         assert parameter.grad is None and torch.equal(parameter, old)
+
+
+@pytest.mark.parametrize("gradients", ["zeros", "none, then none", "none, then tensors"])
+def test_backward_adds_to_gradients_as_in_eager_code_or_is_refused(gradients):
+    network, x, rate = nn.Linear(3, 2), torch.randn(4, 3), 0.1
+    other = copy.deepcopy(network)
+    if gradients == "zeros":
+        for parameter in (*network.parameters(), *other.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+
+    def update(network):
+        network(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.sub_(rate * parameter.grad)
+        if gradients == "none, then none":
+            for parameter in network.parameters():
+                parameter.grad = None
+
+    compiled = compile_step(lambda: update(network))
+    compiled()
+    if gradients == "none, then tensors":
+        with pytest.raises(RuntimeError, match=r"was None and is a tensor now|has changed what the graph keeps"):
+            compiled()
+        return
+    for _ in range(3):
+        compiled()
+    for _ in range(4):
+        update(other)
+    for parameter, expected in zip(network.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
+        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def test_errors_of_the_step_stay_visible():

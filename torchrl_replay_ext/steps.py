@@ -12,14 +12,12 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
-from unittest.mock import patch
 
 import torch
 from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import RecompileError, Unsupported, unimplemented
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.exc import RecompileError, Unsupported
 
 from torchrl_replay_ext.cuda_graphs import RecordedGraph
 from torchrl_replay_ext.optim import AdamStep
@@ -29,9 +27,9 @@ _OF_VALUES = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH", "SEQUENCE_LENGTH
 
 # What to do about errors of the compiler, by parts of their messages.
 _HINTS = {
-    r"Tensor\.backward\(\)|trace_autograd_ops|Optimizer\.|torch[/\\]optim[/\\]": (
-        "a graph cannot contain backward() and the optimizers of torch.optim. Pass torch.autograd.grad(loss, "
-        "step.parameters) to step = torchrl_replay_ext.AdamStep(optimizer), or leave both out of the compiled step."
+    r"Optimizer\.|torch[/\\]optim[/\\]": (
+        "a graph cannot contain the optimizers of torch.optim. Pass torch.autograd.grad(loss, step.parameters) to "
+        "step = torchrl_replay_ext.AdamStep(optimizer), or leave both out of the compiled step."
     ),
     r"Dynamo does not know how to enter a `\w*Lock` context": (
         "a graph cannot take a lock, as TorchRL's replay buffers do. Use CompilableReplayBuffer with "
@@ -62,8 +60,9 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
             replay_buffer.update_tensordict_priority(batch)
 
     The step may contain a whole update, as here, and the write of new data. Gradients come from ``torch.autograd.grad``
-    and go to an :class:`~torchrl_replay_ext.AdamStep`: the compiler cannot trace ``loss.backward()`` and the optimizers
-    of ``torch.optim``.
+    and go to an :class:`~torchrl_replay_ext.AdamStep`: the compiler cannot trace the optimizers of ``torch.optim``.
+    ``loss.backward()`` adds to ``.grad`` as in eager code, if each ``.grad`` is a tensor before the first call, or None
+    after each call.
 
     **Order.** Reads and writes keep their order. ``torch.compile`` alone may move a read after a write to the same
     tensor, and must then copy the tensor: with ``extend`` in the step, tensors as large as the buffer.
@@ -106,11 +105,11 @@ def compile_step(step: Callable[Arguments, Result], *, cudagraphs: bool = False)
         TypeError: if ``step`` is not a function.
         ValueError: at a later call, if an argument differs from that of the first call, as above. Entries that the step
             itself adds to a TensorDict may be there from the start.
-        RuntimeError: at the first call, if ``step`` calls ``backward()`` or a method of an optimizer of
-            ``torch.optim``; at the second call, if the first one has changed what the step reads, except the values of
-            tensors; at a later call, if a setting of an optimizer is another number now; with ``cudagraphs=True``, if
-            a tensor is not on the GPU, was replaced, or the step waits for the GPU. Other errors of torch's compiler,
-            and errors that the step raises, are passed on.
+        RuntimeError: at the first call, if ``step`` calls a method of an optimizer of ``torch.optim``; at the second
+            call, if the first one has changed what the step reads, except the values of tensors; at a later call, if a
+            setting of an optimizer is another number now; with ``cudagraphs=True``, if a tensor is not on the GPU, was
+            replaced, or the step waits for the GPU. Other errors of torch's compiler, and errors that the step raises,
+            are passed on.
 
     Examples:
         >>> counter = torch.zeros(1)
@@ -287,29 +286,14 @@ def _call_unchanged(step: FunctionType, compiled: Any, missing: Sequence[str], a
         ) from error
 
 
-def _refuse_backward(self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
-    """Replaces the method of the compiler that would trace ``backward()`` together with ``autograd.grad``.
-
-    A graph without checks would overwrite ``.grad``, while eager code adds to it.
-    """
-    unimplemented(
-        gb_type="Unsupported Tensor.backward() call",
-        context="compile_step",
-        explanation="Steps given to compile_step cannot call Tensor.backward().",
-        hints=[],
-    )
-
-
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Trace ``torch.autograd.grad``, silence tensordict's warnings, and say what to do about errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Using lock_\(\) inside a compiled graph")
         warnings.filterwarnings("ignore", message="torch._dynamo.config.inline_inbuilt_nn_modules is deprecated")
-        # create=True: a version of torch without this method must not break every step
-        refused = patch.object(TensorVariable, "_collect_backward_inputs", _refuse_backward, create=True)
         try:
-            with torch._dynamo.config.patch(trace_autograd_ops=True), refused:
+            with torch._dynamo.config.patch(trace_autograd_ops=True):
                 yield
         except Unsupported as error:
             if raised := _raised_error(error):
