@@ -110,9 +110,8 @@ def main(words: Sequence[str] | None = None) -> float:
         return loss.detach()
 
     def on_policy_update(data: TensorDictBase) -> torch.Tensor:
-        return learn(
-            data.reshape(-1, SLICE_LEN), shifted=False
-        )  # a row may hold the end of an episode and the next one
+        # A row may hold the end of an episode and the start of the next one.
+        return learn(data.reshape(-1, SLICE_LEN), shifted=False)
 
     def replayed_update() -> torch.Tensor:
         # Each row is a slice of one episode, so the next state of a step is the state of the next step. With
