@@ -30,7 +30,7 @@ from recipes.common.options import compose_config, explain, help_text
 from recipes.common.schemas import SCHEMAS
 
 DONE, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
-RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "video", "checkpoint_interval")
+RESUMABLE = ("resume", "device", "num_threads", "stop_at_threshold", "checkpoint_interval")
 
 OmegaConf.register_new_resolver("lcm", math.lcm, replace=True)
 

@@ -251,7 +251,6 @@ class RunConfig(Checked):
     compile: bool = MISSING
     cudagraphs: bool = MISSING
     stop_at_threshold: bool = MISSING
-    video: bool = False
     checkpoint_interval: int | None = within(">= 1")
     resume: str | None = None
 

@@ -27,7 +27,7 @@ from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
 from recipes.common.errors import ConfigError, LostProcess, reason
-from recipes.common.evaluation import Camera, Evaluation, Policy, Value
+from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress, warn
 from recipes.common.replay import PRIORITIZED, require_frames, require_memory
@@ -191,7 +191,6 @@ class Run:
         if config.resume is not None:
             load_checkpoint(self._run_dir, self.device, **self._state)
         self._previous_steps = self.counters.env_steps
-        self._camera = Camera(config.env, self._run_dir) if config.video else None
 
     @property
     def env_steps(self) -> int:
@@ -203,8 +202,6 @@ class Run:
         with ExitStack() as opened:
             opened.callback(self.evaluation.close)
             opened.callback(self.collector.shutdown)
-            if self._camera is not None:
-                opened.callback(self._camera.close)
             opened.enter_context(locked(run_dir))
             try:
                 self._progress = Progress(run_dir, config.logger, until=self.env_steps)
@@ -278,11 +275,6 @@ class Run:
                     # relative to uniform sampling
                     histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
         self._progress.write(row, histograms)
-        if self._camera is not None:
-            try:
-                self._camera.record(self._policy, epsilon=self._epsilon, seed=seed, step=self.env_steps)
-            except OSError as error:
-                warn(f"no video of step {self.env_steps} in {self._run_dir}: {reason(error)}")
         shown = ("return_mean", *self._loss_names[:2])
         self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown}, refresh=False)
         score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold

@@ -7,8 +7,6 @@
 ``TwoRooms-v0``           two rooms, for the comparison with reward shaping: ``rewards``, ``shaping``, ``gamma``
 ``ObstacleCourse-v0``     spikes, lava, gaps, keys and doors in a fixed order: ``start``, ``rows``, ``step_reward``
 ``RandomizedSkill-v0``    lava, a gap or a locked door, chosen per episode: ``scenario``, ``step_reward``
-``DoorKey-v0``            MiniGrid's DoorKey with events: ``size`` (needs ``pip install minigrid``)
-``LavaGap-v0``            MiniGrid's LavaGap with events: ``size`` (needs ``pip install minigrid``)
 ``DeepSea-v0``            a treasure that one of 2^N sequences of actions finds: ``size``, ``mapping_seed``
 ``MinAtar-v0``            a game of MinAtar (needs ``pip install minatar``): ``game``, ``sticky_action_prob``,
                           ``difficulty_ramping``
@@ -21,17 +19,15 @@ triggered the event. After a reset, all are ``False``.
 
 from gymnasium.envs.registration import register
 
-# Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=. MiniGrid has its own.
-for _name, _entry_point, _limit, _options in (
-    ("ThreeRooms", "rooms:ThreeRooms", 500, {}),
-    ("TwoRooms", "rooms:TwoRooms", 500, {}),
-    ("ObstacleCourse", "objects:ObstacleCourse", 1000, {}),
-    ("RandomizedSkill", "objects:RandomizedSkill", 200, {}),
-    ("DoorKey", "minigrid_events:make", None, {"world": "DoorKeyEnv"}),
-    ("LavaGap", "minigrid_events:make", None, {"world": "LavaGapEnv"}),
-    ("DeepSea", "deep_sea:DeepSea", None, {}),
+# Time limits are those of Gymnasium: they truncate and can be changed with max_episode_steps=.
+for _name, _entry_point, _limit in (
+    ("ThreeRooms", "rooms:ThreeRooms", 500),
+    ("TwoRooms", "rooms:TwoRooms", 500),
+    ("ObstacleCourse", "objects:ObstacleCourse", 1000),
+    ("RandomizedSkill", "objects:RandomizedSkill", 200),
+    ("DeepSea", "deep_sea:DeepSea", None),
     # good players of Breakout would never end
-    ("MinAtar", "minatar_games:MinAtar", 5000, {}),
-    ("CartPolePositions", "positions:CartPolePositions", 500, {}),
+    ("MinAtar", "minatar_games:MinAtar", 5000),
+    ("CartPolePositions", "positions:CartPolePositions", 500),
 ):
-    register(f"{_name}-v0", f"recipes.envs.{_entry_point}", max_episode_steps=_limit, kwargs=_options)
+    register(f"{_name}-v0", f"recipes.envs.{_entry_point}", max_episode_steps=_limit)

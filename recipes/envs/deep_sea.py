@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import GOAL, GREEN, World, draw
+from recipes.envs.grid import World
 
-_DOWN = 1
 _MOVE_COST = 0.01
 
 
@@ -24,7 +23,6 @@ class DeepSea(World):
     Args:
         size: N, the number of rows and columns, >= 1. Default: 10.
         mapping_seed: seed of the meaning of the actions, >= 0. Default: 0.
-        render_mode: ``"rgb_array"`` or None (default).
 
     Raises:
         ValueError: if an argument is invalid.
@@ -32,11 +30,10 @@ class DeepSea(World):
 
     EVENTS = ("treasure",)
 
-    def __init__(self, size: int = 10, mapping_seed: int = 0, render_mode: str | None = None):
+    def __init__(self, size: int = 10, mapping_seed: int = 0):
         for name, value, least in (("size", size, 1), ("mapping_seed", mapping_seed, 0)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"DeepSea({name}={value!r}): must be a whole number >= {least}")
-        self.render_mode = render_mode
         self.action_space = Discrete(2)
         self.observation_space = Box(0.0, 1.0, (size * size,), np.float32)
         self._size = size
@@ -64,10 +61,3 @@ class DeepSea(World):
         row, column = row + 1, min(max(column + (1 if goes_right else -1), 0), size - 1)
         self.cell = row, column
         return self._observations[row * size + column].copy(), reward, row == size, False, {"treasure": treasure}
-
-    def image(self) -> np.ndarray:
-        """The image of the grid. At the end of an episode, the agent is at the bottom."""
-        size, (row, column) = self._size, self.cell
-        cells = np.zeros((size, size, 3), dtype=np.int64)
-        cells[-1, -1] = GOAL, GREEN, 0
-        return draw(cells, column, min(row, size - 1), _DOWN)

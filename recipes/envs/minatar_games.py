@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from recipes.envs.grid import RGB, World
+from recipes.envs.grid import World
 
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
-
-_PIXELS = 16  # width of a drawn cell
 
 
 class MinAtar(World):
@@ -23,26 +21,18 @@ class MinAtar(World):
         game: one of `GAMES`. Default: ``"breakout"``.
         sticky_action_prob: probability that a step repeats the last action instead, in [0, 1]. Default: 0.1.
         difficulty_ramping: whether games become harder in the course of an episode. Default: True.
-        render_mode: ``"rgb_array"`` or None (default).
 
     Raises:
         ValueError: if an argument is invalid.
         ImportError: if MinAtar is not installed.
     """
 
-    def __init__(
-        self,
-        game: str = "breakout",
-        sticky_action_prob: float = 0.1,
-        difficulty_ramping: bool = True,
-        render_mode: str | None = None,
-    ):
+    def __init__(self, game: str = "breakout", sticky_action_prob: float = 0.1, difficulty_ramping: bool = True):
         self.check_choice("game", game, GAMES)
         try:
             from minatar import Environment
         except ImportError as error:
             raise ImportError(f"MinAtar(game={game!r}) needs the games: pip install minatar") from error
-        self.render_mode = render_mode
         self._game = Environment(game, sticky_action_prob=sticky_action_prob, difficulty_ramping=difficulty_ramping)
         self._actions = self._game.minimal_action_set()
         height, width, channels = self._game.state_shape()
@@ -62,14 +52,6 @@ class MinAtar(World):
         self.check_action(action)
         reward, over = self._game.act(self._actions[action])
         return self._observe(), float(reward), bool(over), False, {}
-
-    def image(self) -> np.ndarray:
-        """The image of the cells, a colour per channel."""
-        cells = self._game.state()
-        image = np.zeros((*cells.shape[:2], 3), dtype=np.uint8)
-        for channel in range(cells.shape[2]):
-            image[cells[..., channel]] = RGB[channel % len(RGB)]
-        return image.repeat(_PIXELS, 0).repeat(_PIXELS, 1)
 
     def _observe(self) -> np.ndarray:
         return np.ascontiguousarray(self._game.state().transpose(2, 0, 1)) * np.uint8(255)

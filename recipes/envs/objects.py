@@ -49,15 +49,13 @@ class ObjectWorld(grid.World):
         start: cell (x, y) where the agent starts, facing right. Default: (1, 1).
         step_reward: reward of all other steps; the paper does not give it. A small negative value makes the agent
             explore. With -0.01 and γ = 0.99, waiting forever is as bad as lava. Default: 0.
-        render_mode: ``"rgb_array"`` or None (default).
     """
 
     EVENTS: ClassVar[tuple[str, ...]]
     width: int
     height: int
 
-    def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0, render_mode: str | None = None):
-        self.render_mode = render_mode
+    def __init__(self, start: tuple[int, int] = (1, 1), step_reward: float = 0.0):
         self._step_reward = float(step_reward)
         self.action_space = Discrete(6)
         low = np.concatenate([np.zeros(_SIZE - 5), -np.ones(5)]).astype(np.float32)
@@ -127,10 +125,6 @@ class ObjectWorld(grid.World):
         info = {name: happened[name] for name in self.EVENTS} | self._told
         return self._observe(), reward, here in (grid.GOAL, grid.LAVA), False, info
 
-    def image(self) -> np.ndarray:
-        """The image of the whole grid."""
-        return grid.draw(self.cells, *self.pose)
-
     def _build(self) -> dict[str, Any]:
         """Place the objects of one episode with `np_random`; return the entries of `info` besides the events."""
         raise NotImplementedError
@@ -195,7 +189,6 @@ class ObstacleCourse(ObjectWorld):
         rows: rows of all rooms, >= 3. Random actions reach the goal in roughly one of 45 episodes with 3 rows, and in
             one of 350 with 4. Default: 4.
         step_reward: see `ObjectWorld`. Default: 0.
-        render_mode: ``"rgb_array"`` or None (default).
 
     Raises:
         ValueError: if `rows` is less than 3, or `start` is not a free cell of the first room.
@@ -204,13 +197,7 @@ class ObstacleCourse(ObjectWorld):
     width = 14
     EVENTS = ("at_spike", "at_lava", "at_gap", "pickup_key", "at_door", "done")
 
-    def __init__(
-        self,
-        start: tuple[int, int] = (1, 1),
-        rows: int = 4,
-        step_reward: float = 0.0,
-        render_mode: str | None = None,
-    ):
+    def __init__(self, start: tuple[int, int] = (1, 1), rows: int = 4, step_reward: float = 0.0):
         if not isinstance(rows, int) or rows < 3:
             raise ValueError(f"ObstacleCourse(rows={rows!r}): must be a whole number >= 3")
         self.height = rows + 2
@@ -220,7 +207,7 @@ class ObstacleCourse(ObjectWorld):
         if start not in free:
             cells = ", ".join(map(str, free))
             raise ValueError(f"ObstacleCourse(start={start}): must be a free cell of the first room, one of {cells}")
-        super().__init__(start, step_reward, render_mode)
+        super().__init__(start, step_reward)
 
     def _build(self) -> dict[str, Any]:
         rows = self.height - 2
@@ -250,15 +237,14 @@ class RandomizedSkill(ObjectWorld):
     Args:
         scenario: one of `SCENARIOS` for all episodes; None (default): a random one in each episode.
         step_reward: see `ObjectWorld`. Default: 0.
-        render_mode: ``"rgb_array"`` or None (default).
     """
 
     width, height = 9, 7
     EVENTS = ("at_lava", "at_gap", "pickup_key", "at_door", "done")
 
-    def __init__(self, scenario: str | None = None, step_reward: float = 0.0, render_mode: str | None = None):
+    def __init__(self, scenario: str | None = None, step_reward: float = 0.0):
         self.check_choice("scenario", scenario, (None, *SCENARIOS))
-        super().__init__(step_reward=step_reward, render_mode=render_mode)
+        super().__init__(step_reward=step_reward)
         self._scenario = scenario
 
     def _build(self) -> dict[str, Any]:

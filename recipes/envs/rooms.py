@@ -69,7 +69,6 @@ class Rooms(grid.World):
         rewards: (goal, step), the rewards of a step that reaches the goal and of any other step. Default: (1, -0.1).
         shaping: one of `SHAPING`; None (default): no shaping.
         gamma: discount factor of the shaping reward, in [0, 1]. Default: 0.99.
-        render_mode: ``"rgb_array"`` or None (default).
 
     Raises:
         ValueError: if an argument is invalid.
@@ -83,19 +82,12 @@ class Rooms(grid.World):
     START: ClassVar[tuple[int, int, int]]
     GOAL: ClassVar[tuple[int, int]]
 
-    def __init__(
-        self,
-        rewards: tuple[float, float] = (1.0, -0.1),
-        shaping: str | None = None,
-        gamma: float = 0.99,
-        render_mode: str | None = None,
-    ):
+    def __init__(self, rewards: tuple[float, float] = (1.0, -0.1), shaping: str | None = None, gamma: float = 0.99):
         self.check_choice("shaping", shaping, (None, *SHAPING))
         if len(rewards) != 2 or not all(math.isfinite(reward) for reward in rewards):
             raise ValueError(f"{type(self).__name__}(rewards={rewards!r}): must be two finite numbers, (goal, step)")
         if not 0 <= gamma <= 1:
             raise ValueError(f"{type(self).__name__}(gamma={gamma!r}): must be in [0, 1]")
-        self.render_mode = render_mode
         self.action_space = Discrete(3)
         self.observation_space = Box(-1.0, 1.0, (3,), np.float32)
 
@@ -141,15 +133,6 @@ class Rooms(grid.World):
         self.state = new = next_state[state][action]
         events = self._events[new // 4].copy()
         return self.observations[new].copy(), reward[state][action], terminal[state][action], False, events
-
-    def image(self) -> np.ndarray:
-        """The image of the grid with a frame of walls."""
-        cells = np.tile([grid.WALL, grid.GREY, 0], (self.HEIGHT + 2, self.WIDTH + 2, 1))
-        for x, y in self._cells:
-            cells[y + 1, x + 1] = grid.EMPTY
-        cells[self.GOAL[1] + 1, self.GOAL[0] + 1] = grid.GOAL, grid.GREEN, 0
-        x, y, theta = self.pose_of(self.state)
-        return grid.draw(cells, x + 1, y + 1, theta)
 
     def _events_at(self, cell: tuple[int, int]) -> dict[str, bool]:
         events = {

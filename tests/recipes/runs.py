@@ -114,7 +114,6 @@ FILES = {"config.yaml", "progress.csv", "learning_curve.png", "checkpoint.zip"} 
 # the package that environments need -> their presets
 PRESETS = {
     None: ["cartpole", "acrobot", "pendulum", "threerooms", "tworooms", "obstacles", "skills", "deepsea"],
-    "minigrid": ["doorkey", "lavagap"],
     "minatar": [f"minatar_{game}" for game in GAMES],
     "Box2D": ["lunarlander", "lunarlander_continuous", "bipedalwalker"],
     "mujoco": ["ant", "halfcheetah", "hopper", "humanoid", "invertedpendulum", "walker2d"],

@@ -11,20 +11,17 @@ from recipes.common.config import EnvConfig
 from recipes.common.environment import make_discrete_env
 from recipes.common.errors import ConfigError
 from recipes.envs.grid import DOOR, DROP, FORWARD, KEY, LAVA, LEFT, LOCKED, OPEN, PICKUP, SPIKE, TOGGLE
-from recipes.envs.minigrid_events import MiniGridEvents
 from recipes.envs.objects import ObjectWorld, ObstacleCourse, RandomizedSkill
 from recipes.envs.rooms import SHAPING, ThreeRooms, TwoRooms
 
 GRIDS = {"ThreeRooms": 500, "TwoRooms": 500, "ObstacleCourse": 1000, "RandomizedSkill": 200}  # with their time limits
-MINIGRID = ("DoorKey", "LavaGap")
-NAMES = (*GRIDS, *MINIGRID, "DeepSea", "MinAtar")
+NAMES = (*GRIDS, "DeepSea", "MinAtar")
 ROOMS = (ThreeRooms, TwoRooms)
 
 
 def make(name, **kwargs):
-    for names, module in ((MINIGRID, "minigrid"), (("MinAtar",), "minatar")):
-        if name in names:
-            pytest.importorskip(module)
+    if name == "MinAtar":
+        pytest.importorskip("minatar")
     return gymnasium.make(f"recipes.envs:{name}-v0", **kwargs)
 
 
@@ -41,21 +38,17 @@ def rollout(env, steps, seed):
 # All of them.
 
 
-# MiniGridEvents is a wrapper, and the checker prefers environments.
-@pytest.mark.filterwarnings("ignore:.*is different from the unwrapped version:UserWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_follows_the_api_of_gymnasium_and_is_reproducible_by_its_seed(name):
     env = make(name)
-    # ... and would open MiniGrid's window.
-    world = MiniGridEvents(env.unwrapped) if name in MINIGRID else env.unwrapped
-    check_env(world, skip_render_check=name in MINIGRID)
+    check_env(env.unwrapped)
     assert isinstance(env.action_space, gymnasium.spaces.Discrete)
     first, second = (rollout(make(name), 500, 7) for _ in range(2))
     for (observation, *rest), (same_observation, *same_rest) in zip(first, second, strict=True):
         assert np.array_equal(observation, same_observation) and rest == same_rest
 
 
-@pytest.mark.parametrize("name", [*GRIDS, *MINIGRID])
+@pytest.mark.parametrize("name", GRIDS)
 def test_info_holds_a_bool_for_each_event(name):
     env = make(name)
     events = env.get_wrapper_attr("EVENTS")
@@ -79,11 +72,10 @@ def test_the_time_limit_truncates(name):
     assert ends == [(False, False)] * (GRIDS[name] - 1) + [(False, True)]
 
 
-@pytest.mark.parametrize(("env", "package"), [("DoorKey", "minigrid"), ("MinAtar", "minatar")])
-def test_without_its_package_the_error_names_it(monkeypatch, env, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"pip install {package}"):
-        make_discrete_env(EnvConfig("env", f"recipes.envs:{env}-v0", None))
+def test_without_its_package_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "minatar", None)
+    with pytest.raises(ConfigError, match="pip install minatar"):
+        make_discrete_env(EnvConfig("env", "recipes.envs:MinAtar-v0", None))
 
 
 # Rooms.
@@ -271,49 +263,3 @@ def test_objects_step_by_step():
     assert act(FORWARD)[1:] == (-0.01, False, ["at_door"])
     act(FORWARD)
     assert act(FORWARD)[1:] == (-1.0, True, ["at_lava"])
-
-
-# MiniGrid.
-
-
-def test_minigrid_door_key_events():
-    env = make("DoorKey", size=5)
-    env.reset(seed=0)
-    world = env.unwrapped
-    objects = {cell.type: cell for cell in world.grid.grid if cell is not None}
-    key, door = objects["key"], objects["door"]
-
-    def face(thing):
-        # from the left of it
-        world.agent_pos, world.agent_dir = (thing.cur_pos[0] - 1, thing.cur_pos[1]), 0
-
-    def act(action):
-        observation, _, terminated, _, info = env.step(action)
-        assert observation in env.observation_space
-        return observation, terminated, [event for event in MiniGridEvents.EVENTS if info[event]]
-
-    assert act(LEFT)[0][-3:] == pytest.approx([0.0, -1.0, -1.0])
-    face(key)
-    observation, *result = act(PICKUP)
-    assert result == [False, ["pickup_key"]]
-    assert observation[-3:] == pytest.approx([1.0, 0.5, 0.8])
-    face(door)
-    assert act(PICKUP)[2] == []
-    assert act(TOGGLE)[2] == ["door_opened"]
-    assert act(FORWARD)[2] == []
-    world.agent_pos, world.agent_dir = (3, 2), 1
-    assert act(FORWARD)[1:] == (True, ["done"])
-
-
-def test_minigrid_lava_gap_events():
-    env = make("LavaGap", size=7)
-    env.reset(seed=0)
-    world = env.unwrapped
-    x, y = (int(i) for i in world.gap_pos)
-    world.agent_pos, world.agent_dir = (x - 1, y), 0
-    _, _, terminated, _, info = env.step(FORWARD)
-    assert info["at_gap"] and not terminated
-    lava = next((x, i) for i in range(1, 6) if i != y)
-    world.agent_pos, world.agent_dir = (x - 1, lava[1]), 0
-    _, _, terminated, _, info = env.step(FORWARD)
-    assert info["at_lava"] and not info["at_gap"] and terminated

@@ -12,7 +12,6 @@ from torchrl.data import Sequence
 from recipes import r2d2
 from recipes.common.collector import VectorCollector
 from recipes.common.replay import make_sampler
-from recipes.envs.positions import CartPolePositions
 from tests.recipes.runs import RECIPES
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage
 
@@ -158,7 +157,6 @@ def test_the_environment_shows_positions_alone():
     for whole, seen in pairs:
         np.testing.assert_allclose(seen, [whole[0] / 2.4, whole[2] / (12 * np.pi / 180)], rtol=1e-6)
         assert shown.observation_space.contains(seen)
-    assert CartPolePositions(render_mode="rgb_array").render_mode == "rgb_array"
 
 
 # --- resumed runs
