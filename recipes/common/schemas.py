@@ -392,7 +392,6 @@ class StudyConfig(Checked):
         also: further columns of progress.csv that curves.csv keeps. Default: [].
         least: value of the column to reach. Default: None, env.reward_threshold.
         in_a_row: number of consecutive evaluations that must reach `least`, >= 1; the first of them counts. Default: 1.
-        peaks: compare peak scores (recipes.studies.peaks), not the steps to a value; for Atari games. Default: False.
         claims: results in the paper, by environment and variant. Default: {}.
     """
 
@@ -410,7 +409,6 @@ class StudyConfig(Checked):
     also: list[str] = field(default_factory=list)
     least: float | None = None
     in_a_row: int = within(">= 1", default=1)
-    peaks: bool = False
     claims: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

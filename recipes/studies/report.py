@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from omegaconf import DictConfig
 
 from recipes.common.cli import parse_config
 from recipes.common.errors import ConfigError, did_you_mean
@@ -20,7 +21,6 @@ from recipes.common.files import CONF, CURVES, RUNS, STUDY, load_config, markdow
 from recipes.common.schemas import StudyConfig
 from recipes.studies import curves, figures, intervals
 from recipes.studies.curves import Curve, curve_entries, curve_note, draw_curves, read_table
-from recipes.studies.peaks import Peaks
 
 TABLE, FIGURE = "table.md", "figure"
 RESULTS = Path(__file__).resolve().parents[1] / "results"  # the published ones
@@ -56,10 +56,6 @@ class Study:
         )
         return np.array([(theirs[seed], ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]).reshape(-1, 2)
 
-    def peaks(self) -> Peaks:
-        """The peak scores of the runs."""
-        return Peaks(self.runs, [*self.config.variants], self.config.baseline)
-
 
 def steps_of(run: Curve) -> float:
     """Env steps to the threshold; all env steps if the run did not reach it."""
@@ -71,6 +67,13 @@ def censored_of(run: Curve) -> bool:
     return run.reached is None
 
 
+def load_study(out: Path) -> DictConfig:
+    """The configuration of the study in a directory. Studies of an earlier version have a setting `peaks`."""
+    config = load_config(out / STUDY)
+    config.pop("peaks", None)
+    return config
+
+
 def read_study(out: Path) -> Study:
     """Read the directory of a study, without the runs that made no update.
 
@@ -78,7 +81,7 @@ def read_study(out: Path) -> Study:
         ConfigError: if the directory holds no finished run of a study.
     """
     require_files(out, (STUDY, RUNS, CURVES), "python -m recipes.study writes it")
-    config, rows = parse_config(load_config(out / STUDY), StudyConfig), read_rows(out / RUNS)
+    config, rows = parse_config(load_study(out), StudyConfig), read_rows(out / RUNS)
     columns = (config.column, *config.also)
     every = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
     found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
@@ -353,11 +356,8 @@ def draw(study: Study) -> Figure:
 
 def full_table(study: Study) -> str:
     """The table with its caption and its provenance."""
-    if study.config.peaks:
-        tables = [study.peaks().table()]
-    else:
-        tables = [caption(study.config), format_table(study)]
-        tables += [format_further_columns(study)] if study.config.also else []
+    tables = [caption(study.config), format_table(study)]
+    tables += [format_further_columns(study)] if study.config.also else []
     return "\n\n".join([*tables, provenance(study)]) + "\n"
 
 
@@ -369,15 +369,14 @@ def report(out: Path, baseline: str | None = None) -> str:
         baseline: compare with this variant instead of the study's baseline, and write nothing. Default: None.
 
     Raises:
-        ConfigError: if the study has no variant of this name, or its peaks cannot be compared.
+        ConfigError: if the study has no variant of this name.
     """
     study = read_study(out)
     if baseline is None:
-        figure = study.peaks().draw() if study.config.peaks else draw(study)
         (out / TABLE).write_text(full_table(study), encoding="utf-8")
-        figures.save(figure, *figures.files_of(out / FIGURE), description=provenance(study))
+        figures.save(draw(study), *figures.files_of(out / FIGURE), description=provenance(study))
     elif baseline not in study.config.variants:
         raise ConfigError(f"--baseline {baseline}: the variants of {out} are {', '.join(study.config.variants)}")
     else:
         study = replace(study, config=replace(study.config, baseline=baseline))
-    return "\n".join([full_table(study), *([] if study.config.peaks else conclusions(study))])
+    return "\n".join([full_table(study), *conclusions(study)])
