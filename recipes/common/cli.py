@@ -10,7 +10,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -107,13 +107,15 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
         if word.lstrip("+").startswith("sampler.name="):
             raise ConfigError(f"{word}: write {word.replace('.name', '')}, which also sets the options of this sampler")
     with explained(name, words):
-        composed = compose_config(name, words, hydra=True)
-        hydra, own = composed.hydra, [key for key in map(str, composed) if key != "hydra"]
-        run_dir = Path(hydra.sweep.dir, hydra.sweep.subdir) if multirun else Path(hydra.run.dir)
-        config = OmegaConf.masked_copy(composed, own)
-    if config.get("resume") is not None:
-        run_dir = Path(config.resume)
-        config = resumed_config(config, run_dir, words)
+        given = {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides([*words])}
+        if given.get("resume") is not None:
+            run_dir = Path(str(given["resume"]))
+            config = resumed_config(name, run_dir, given)
+        else:
+            composed = compose_config(name, words, hydra=True)
+            hydra, own = composed.hydra, [key for key in map(str, composed) if key != "hydra"]
+            run_dir = Path(hydra.sweep.dir, hydra.sweep.subdir) if multirun else Path(hydra.run.dir)
+            config = OmegaConf.masked_copy(composed, own)
     parsed = parse_config(config, SCHEMAS[name])
     if study := getattr(parsed, "study", None):
         for variant, env in itertools.product(study.variants, study.envs):
@@ -143,13 +145,13 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or re.search(r"allocate memory|out of memory", str(error)) is not None
 
 
-def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> DictConfig:
+def resumed_config(name: str, run_dir: Path, given: Mapping[str, Any]) -> DictConfig:
     """The configuration that the run was started with, plus the values of the keys in RESUMABLE and more steps.
 
     Args:
-        config: the configuration composed from this command line.
+        name: the recipe.
         run_dir: directory of the run.
-        words: the `key=value` words of this command line.
+        given: the keys and values of the command line.
 
     Raises:
         ConfigError: if the run cannot be resumed, is one of another recipe, or if another key is set: that could change
@@ -157,27 +159,23 @@ def resumed_config(config: DictConfig, run_dir: Path, words: Sequence[str]) -> D
     """
     require_files(run_dir, (CONFIG, CHECKPOINT), "pass the directory of a run with a checkpoint", "resume=")
     resumed = load_config(run_dir / CONFIG)
-    # recipes.distributed has the hyperparameters of one of several algorithms
-    of_algorithm = {*RECIPES} if "algorithm" in resumed else set()
-    if other := sorted(({*map(str, resumed)} ^ {*map(str, config)}) - of_algorithm):
+    if other := sorted({*map(str, resumed)} ^ {field.name for field in fields(SCHEMAS[name])}):
         raise ConfigError(f"resume={run_dir}: a run of another recipe; only one of the two has {', '.join(other)}")
-    group = next(key for key, value in resumed.items() if "total_steps" in (value if OmegaConf.is_dict(value) else ()))
-    for word in words:
-        key, others = word.split("=")[0], ", ".join(RESUMABLE[1:])
+    (group,) = (key for key, value in resumed.items() if OmegaConf.is_dict(value) and "total_steps" in value)
+    for key, value in given.items():
         if key == f"{group}.total_steps":
-            extend(resumed[group], config[group].total_steps, word)
+            extend(resumed[group], value, f"{key}={value}")
         elif key in RESUMABLE:
-            resumed[key] = config[key]
+            resumed[key] = value
         else:
-            raise ConfigError(
-                f"{word}: a resumed run keeps its configuration; only {others}, {group}.total_steps can change"
-            )
+            others = f"{', '.join(RESUMABLE[1:])}, {group}.total_steps"
+            raise ConfigError(f"{key}={value}: a resumed run keeps its configuration; only {others} can change")
     return resumed
 
 
-def extend(learning: DictConfig, total_steps: int, word: str) -> None:
+def extend(learning: DictConfig, total_steps: Any, word: str) -> None:
     """Set a larger number of steps of a resumed run; its schedules stay as they were."""
-    if total_steps <= learning.total_steps:
+    if not isinstance(total_steps, int) or total_steps <= learning.total_steps:
         raise ConfigError(f"{word}: must be > {learning.total_steps}, the steps of the run; it can only be extended")
     learning.schedule_steps = learning.get("schedule_steps") or learning.total_steps
     learning.total_steps = total_steps

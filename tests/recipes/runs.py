@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ import torch
 
 from recipes.common import run as training
 from recipes.common.checkpoint import load_checkpoint
-from recipes.common.cli import DONE, INTERRUPTED, explained, parse_config, resumed_config
+from recipes.common.cli import DONE, INTERRUPTED, compose_job, explained, parse_config
 from recipes.common.options import compose_config
 from recipes.common.replay import make_sampler, make_storage, make_writer
 from recipes.common.schemas import SCHEMAS
@@ -53,9 +54,7 @@ class Recipe:
         return self.composed(*overrides).learning
 
     def resumed(self, run_dir, *overrides):
-        overrides = [f"resume={run_dir}", *overrides]
-        config = resumed_config(compose_config(self.name, overrides), run_dir, overrides)
-        return parse_config(config, SCHEMAS[self.name])
+        return compose_job(self.name, [f"resume={run_dir}", *overrides])[0]
 
     def train(self, config, run_dir, code=DONE):
         """The rows of progress.csv that a run leaves; it must end with the exit code."""
@@ -131,6 +130,31 @@ class Replay:
 
     def update_tensordict_priority(self, sample):
         self.returned.append(sample)
+
+
+def copies(values):
+    return [value.detach().clone() for value in values]
+
+
+def states(networks, names):
+    """Copies of the networks that have targets, and of the targets."""
+    if not names:  # recipes.r2d2 has two networks and no loss
+        return tuple(copies(network.parameters()) for network in networks)
+    pair = [[getattr(networks[0], f"{kind}{name}_params") for name in names] for kind in ("", "target_")]
+    return tuple(copies(value for each in kind for value in each.flatten_keys().values()) for kind in pair)
+
+
+def distance(one, other):
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+def assert_soft_updates(found, tau):
+    """(online, target) before the first and after each update: each moves the targets this share of the way."""
+    assert distance(*found[0]) == 0
+    for (_, before), (online, after) in pairwise(found):
+        expected = [old + tau * (new - old) for old, new in zip(before, online, strict=True)]
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-7)
+    assert distance(found[0][1], found[2][1]) > 1e-5  # and the targets have moved
 
 
 @contextlib.contextmanager

@@ -10,10 +10,12 @@ import torch
 from tensordict import TensorDict
 
 from recipes.common import evaluation, remote
+from recipes.common import run as training
 from recipes.common.cli import FAILED, INTERRUPTED
 from recipes.common.errors import ConfigError
 from recipes.common.remote import TRAJECTORY, stored_rows
-from tests.recipes.runs import FILES, Recipe, checkpoint, tiny
+from tests.recipes.runs import FILES, Recipe, assert_soft_updates, checkpoint, rows, tiny
+from tests.recipes.test_learning_rules import KIND, SOFT, TAU
 
 recipe = Recipe("distributed", tiny("dqn", evaluation_episodes=2, hidden_sizes=None))
 
@@ -65,19 +67,31 @@ def test_interrupted_and_resumed(ray_runtime, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
-@pytest.mark.parametrize("algorithm", ["td3", "sac"])
-def test_continuous_actions(ray_runtime, tmp_path, algorithm):
-    config = recipe.composed(f"algorithm={algorithm}", "env=pendulum", "sampler=per", *tiny(algorithm))
-    table = recipe.train(config, tmp_path)
+@pytest.mark.parametrize("algorithm", ["dqn", "td3", "sac"])
+def test_each_algorithm_learns_by_the_rules_of_its_recipe(ray_runtime, tmp_path, monkeypatch, watched, algorithm):
+    words, names = SOFT[algorithm]
+    env = "cartpole" if algorithm == "dqn" else "pendulum"
+    config = recipe.composed(f"algorithm={algorithm}", f"env={env}", "sampler=per", *tiny(algorithm), *words)
+    kinds, make = [], training.Run.make_remote_replay
+    monkeypatch.setattr(training.Run, "make_remote_replay", lambda run, **kind: kinds.append(kind) or make(run, **kind))
+    found, learned = watched(algorithm, names, lambda: recipe.train(config, tmp_path))
+    assert kinds == [{"td_error": KIND[algorithm]}]
+    table = rows(tmp_path)
     assert [row["env_steps"] for row in table] == ["32", "64", "96"]
     # as many updates as in the algorithm's recipe
     assert [int(row["updates"]) for row in table] == [0, 4, 8]
-    assert all(math.isfinite(float(row["loss_actor"])) for row in table[1:])
-    assert float(table[0]["epsilon"]) == 0
-    # no new run begins: it is finished
+    assert len(found) == (5 if algorithm == "td3" else 9)
+    assert_soft_updates(found, TAU)
+    assert all(not torch.equal(one, other) for one, other in zip(learned[0], learned[2], strict=True))
+    # the buffer receives the TD errors
+    assert float(table[-1]["sampler/never_updated"]) < 1 and float(table[-1]["sampler/rejected_updates"]) == 0
+    assert all(math.isfinite(float(row[key])) for row in table[1:] for key in row if key.startswith("loss"))
+    # a finished run does not begin again; it can be extended
     resumed = recipe.resumed(tmp_path)
-    assert resumed.algorithm == algorithm and resumed.dqn is None
+    assert resumed.algorithm == algorithm and resumed.learning == config.learning
     assert len(recipe.train(resumed, tmp_path)) == 3
+    longer = recipe.resume(tmp_path, f"{algorithm}.total_steps=128")
+    assert longer[:3] == table and (longer[3]["env_steps"], longer[3]["updates"]) == ("128", "12")
 
 
 def killing(monkeypatch, victim):

@@ -123,7 +123,7 @@ def test_values_and_targets_of_windows_are_those_computed_step_by_step(target_st
 
 def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkeypatch):
     collected = Collected()
-    replay = collected.replay(batch_size=1)
+    replay = collected.replay(batch_size=4)
     config = recipe.composed(f"r2d2.burn_in={BURN_IN}", f"r2d2.sequence_length={LENGTH}", "r2d2.eta=0.7")
     target = deepcopy(collected.network).requires_grad_(False)
     optimizer = torch.optim.Adam(collected.network.parameters(), lr=0.0)
@@ -135,9 +135,10 @@ def test_the_priority_of_a_window_mixes_its_largest_and_its_mean_td_error(monkey
         update(None)
         batch = batches[-1]
         values, targets = r2d2.values_and_targets(config.r2d2, collected.network, target, batch)
-        error = (targets - values).abs()[batch["validity_mask"][:, BURN_IN:]]
-        wanted = 0.7 * error.max() + 0.3 * error.mean()
-        torch.testing.assert_close(batch["td_error"][0], wanted.detach().expand(BURN_IN + LENGTH))
+        errors = (targets - values).detach().abs()
+        for td_error, error, mask in zip(batch["td_error"], errors, batch["validity_mask"][:, BURN_IN:], strict=True):
+            wanted = 0.7 * error[mask].max() + 0.3 * error[mask].mean()
+            torch.testing.assert_close(td_error, wanted.expand(BURN_IN + LENGTH))
         assert replay.sampler.stats()["never_updated"] < 1
 
 

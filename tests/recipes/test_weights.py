@@ -29,13 +29,14 @@ class DQN:
 
     def __init__(self, batch_weights, weights):
         torch.manual_seed(0)
-        config = composed("dqn", "dqn.max_grad_norm=null", f"weights={weights}", *self.words)
+        config = composed("dqn", "dqn.max_grad_norm=null", "dqn.loss_function=l2", f"weights={weights}", *self.words)
         network = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
         actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
         loss_module, target = dqn.make_loss(config.dqn, actor)
         self.optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True)
         batch = learnable(B, observation=3, done=0.0).update({"table": TABLES, "priority_weight": batch_weights})
-        self.update = dqn.make_update(config, Replay(batch), loss_module, target, self.optimizer, config.dqn.cagrad)
+        self.replay = Replay(batch)
+        self.update = dqn.make_update(config, self.replay, loss_module, target, self.optimizer, config.dqn.cagrad)
 
     def loss(self):
         torch.manual_seed(2)
@@ -83,6 +84,9 @@ def test_losses_average_their_rows_as_weights_says(recipe):
         whole = recipe(WEIGHTS, weights)
         torch.testing.assert_close(whole.loss(), (WEIGHTS * losses).sum() / divisor)
         torch.testing.assert_close(whole.gradient(), WEIGHTS @ gradients / divisor, rtol=1e-4, atol=1e-6)
+        if recipe is not R2D2:  # its priorities are those of windows, see test_r2d2
+            (batch,) = whole.replay.returned
+            torch.testing.assert_close(batch["td_error"].flatten(), losses)  # both are squared errors
 
 
 @pytest.mark.parametrize(("recipe", "td_error"), [(td3, torch.square), (sac, torch.abs)])
