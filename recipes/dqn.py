@@ -78,7 +78,6 @@ def make_update(
     loss_module: DQNLoss,
     target: TargetNetUpdater,
     optimizer: torch.optim.Adam | RMSProp,
-    cagrad: float | Tensor | None = None,
 ) -> Update:
     """Build the function that writes new transitions and makes `updates_per_graph` updates, eager or in a graph.
 
@@ -88,7 +87,6 @@ def make_update(
         loss_module: the loss.
         target: updates the target network. If dqn.tau is None, the training loop does it.
         optimizer: optimizer of the loss. If it is restored from a checkpoint, restore it before.
-        cagrad: c of CAGrad, see recipes.common.cagrad. Default: None, the gradient of the whole batch.
     """
     dqn, num_tables, optimizer_step = config.learning, len(config.env.events) + 1, make_step(optimizer)
 
@@ -100,12 +98,12 @@ def make_update(
             batch = replay.sample()
             # The loss applies batch["priority_weight"] and writes the SQUARED TD errors to batch["td_error"].
             loss, factor = loss_module(batch)["loss"], weight_factor(batch, config.weights)
-            if cagrad is None:
+            if dqn.cagrad is None:
                 loss = loss * factor
                 gradients = torch.autograd.grad(loss, optimizer_step.parameters)
             else:
                 loss, by_table, shares = table_losses(loss * factor, batch, num_tables)
-                gradients = cagrad_gradients(by_table, shares, optimizer_step.parameters, cagrad)
+                gradients = cagrad_gradients(by_table, shares, optimizer_step.parameters, dqn.cagrad)
             if dqn.max_grad_norm is not None:
                 gradients = clip_gradients(gradients, dqn.max_grad_norm)
             optimizer_step(gradients)
@@ -209,9 +207,7 @@ def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
         columns=lambda steps: {"epsilon": dqn.epsilon(steps), **of_rooms()},
         state={"loss": loss_module, "optimizer": optimizer, "behaviour": behaviour},
     )
-    # a tensor, because it can be annealed and a graph keeps numbers
-    cagrad = None if dqn.cagrad is None else torch.zeros((), dtype=torch.float64, device=device)
-    update = make_update(config, replay, loss_module, target, optimizer, cagrad)
+    update = make_update(config, replay, loss_module, target, optimizer)
     learn = make_round(update, replay, run)
 
     with run:
@@ -220,8 +216,6 @@ def train(config: DQNRun | DistributedRun, run_dir: Path) -> int:
             data = run.collect()
             if dqn.copies_due(run.env_steps, run.collector.steps_of_batch):
                 target.step()
-            if cagrad is not None:
-                cagrad.fill_(dqn.cagrad_after(run.counters.updates))
             learn(data)  # writes the batch; updates begin after dqn.learning_starts
             run.end_round()
     return run.exit_code

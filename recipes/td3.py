@@ -52,8 +52,9 @@ class ExplorationNoise:
     """Gaussian exploration noise: x ← (1 − θ) x + σ √(1 − (1 − θ)²) ε, starting at x = 0, with ε ~ N(0, 1).
 
     With θ = 1, steps are independent and x has standard deviation σ. With θ < 1, x is an Ornstein-Uhlenbeck process
-    whose standard deviation tends to σ. The process is not reset when an episode ends. The DDPG paper gives the factor
-    of ε instead of σ; it is 0.53 σ for the paper's θ = 0.15. Samples are from torch's global generator.
+    whose standard deviation tends to σ. The process begins with the run, or when it is resumed, not with each episode.
+    The DDPG paper gives the factor of ε instead of σ; it is 0.53 σ for the paper's θ = 0.15. Samples are from torch's
+    global generator.
 
     Args:
         sigma: σ, >= 0, in units of actions in [-1, 1].
@@ -69,14 +70,6 @@ class ExplorationNoise:
         """The next x, float32; `shape` must be the same in all calls."""
         self._value = self._keep * self._value + self._scale * torch.randn(shape).numpy()
         return self._value
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The last x."""
-        return {"value": torch.as_tensor(self._value)}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        self._value = state["value"].cpu().numpy()
 
 
 def make_loss(
@@ -195,7 +188,7 @@ def train(config: TD3Run | DistributedRun, run_dir: Path) -> int:
         noise_scale=td3.exploration_noise,
         policy=deterministic,
         losses=("loss_actor", "loss_qvalue"),
-        state={"loss": loss_module, "noise": noise, "behaviour": behaviour, **optimizers},
+        state={"loss": loss_module, "behaviour": behaviour, **optimizers},
     )
     update = make_update(config, replay, loss_module, target, optimizers, actor_batches(replay))
     learn = make_round(update, replay, run)

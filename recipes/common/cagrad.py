@@ -42,7 +42,7 @@ def table_losses(rows: Tensor, batch: TensorDictBase, num_tables: int) -> tuple[
     return rows.sum() / weights.sum(), (member @ rows) / torch.where(total > 0, total, 1.0), total.detach()
 
 
-def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float | Tensor) -> list[Tensor]:
+def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tensor], c: float) -> list[Tensor]:
     """The CAGrad update d.
 
     It does not branch on values, so torch.compile can trace it.
@@ -52,7 +52,7 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
         weights: weights of the losses in g_0, [K], >= 0. They need not sum to 1. A loss with weight 0 is ignored and
             must have the gradient 0, as the loss of a table without rows.
         parameters: the tensors that the losses depend on.
-        c: radius of the ball relative to ||g_0||, in [0, 1); a tensor, [], if it changes between calls of a graph.
+        c: radius of the ball relative to ||g_0||, in [0, 1).
 
     Returns:
         The part of d for each parameter, with its shape and dtype.
@@ -65,7 +65,7 @@ def cagrad_gradients(losses: Tensor, weights: Tensor, parameters: Sequence[Tenso
     return [torch.tensordot(coefficients.to(gradient.dtype), gradient, 1) for gradient in gradients]
 
 
-def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tensor:
+def _coefficients(products: Tensor, c: float, weights: Tensor) -> Tensor:
     """The numbers a with Σ_i a_i g_i = d.
 
     Args:
@@ -84,7 +84,7 @@ def _coefficients(products: Tensor, c: float | Tensor, weights: Tensor) -> Tenso
     return share + mixing.mT @ _dual(mixing @ products @ mixing.mT, share, c)
 
 
-def _dual(gram: Tensor, share: Tensor, c: float | Tensor) -> Tensor:
+def _dual(gram: Tensor, share: Tensor, c: float) -> Tensor:
     """√φ / ||g_w|| w, for the w that minimises <g_w, g_0> + √φ ||g_w|| over the simplex.
 
     Solves all 2^K - 1 faces of the simplex at once in closed form and takes the best solution. Let M = (<g_i, g_j>),

@@ -18,19 +18,10 @@ def save_checkpoint(run_dir: Path, **components: Any) -> None:
     Args:
         run_dir: directory of the run.
         **components: objects with `state_dict()`, or dicts of numbers.
-
-    Raises:
-        OSError: if the file cannot be written, for example because the disk is full. The old checkpoint is kept.
     """
     states = {name: each if isinstance(each, dict) else each.state_dict() for name, each in components.items()}
     with atomic_write(run_dir / CHECKPOINT) as path, path.open("wb") as file:
-        try:
-            torch.save(_compact(states), file)
-        except RuntimeError as error:
-            # torch raises its own error while it handles the OSError of the file
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
+        torch.save(_compact(states), file)
 
 
 def load_checkpoint(run_dir: Path, device: torch.device, **components: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import argparse
 import itertools
 import logging
 import math
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from recipes.common.config import RECIPES
-from recipes.common.errors import ConfigError, did_you_mean, reason
+from recipes.common.errors import ConfigError, did_you_mean
 from recipes.common.files import CHECKPOINT, CONFIG, load_config, require_files
 from recipes.common.options import compose_config, explain, help_text
 from recipes.common.schemas import SCHEMAS
@@ -62,7 +61,9 @@ def run_recipe(name: str, module: str | None = None, function: str = "train") ->
                 overrides = OverridesParser.create().parse_overrides(options.words)
                 (jobs,) = BasicSweeper.split_arguments(overrides, None)
         for config, run_dir in [compose_job(name, words, multirun=options.multirun) for words in jobs]:
-            code = run_job(module or f"recipes.{name}", function, config, run_dir)
+            recipe = import_module(module or f"recipes.{name}")
+            logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
+            code = getattr(recipe, function)(config, run_dir)
             if code != DONE:
                 sys.exit(code)
     except ConfigError as error:
@@ -124,25 +125,6 @@ def compose_job(name: str, words: Sequence[str], *, multirun: bool = False) -> t
             except ConfigError as error:
                 raise ConfigError(f"study.variants.{variant}, env={env}: {error}") from error
     return parsed, run_dir
-
-
-def run_job(module: str, function: str, config: Any, run_dir: Path) -> int:
-    """Run a job and return its exit code."""
-    recipe = import_module(module)
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its messages would break the progress bar
-    try:
-        return getattr(recipe, function)(config, run_dir)
-    except (MemoryError, RuntimeError) as error:
-        # config.yaml is written after everything is built: without it, the sizes in the configuration are too large
-        if (run_dir / CONFIG).is_file() or not is_out_of_memory(error):
-            raise
-        text = f"not enough memory ({reason(error)}): reduce the sizes of buffer, batches or networks"
-        raise ConfigError(text) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: an error of Python, NumPy or torch, on a CPU or a GPU."""
-    return isinstance(error, MemoryError) or re.search(r"allocate memory|out of memory", str(error)) is not None
 
 
 def resumed_config(name: str, run_dir: Path, given: Mapping[str, Any]) -> DictConfig:

@@ -1,8 +1,6 @@
 """Configuration shared by all recipes. recipes.common.schemas adds the hyperparameters of each recipe."""
 
-import importlib.util
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -135,9 +133,6 @@ class EnvConfig(Checked):
             if not name.isidentifier() or name == "mean" or names.count(name) > 1:
                 text = f"{name} must be an identifier other than mean, and occur once; it names return_{name}"
                 raise ValueError(f"env.evaluations, env.return_by: {text}")
-        scores = {self.random_score, self.human_score}
-        fitting = scores == {None} or (None not in scores and len(scores) == 2)
-        self.require("random_score", fitting, "it and env.human_score must be two different numbers or both null")
         share = sum(event.largest_eta for event in self.events.values())
         if share > 1 + 1e-9:
             raise ValueError(f"env.events: the sum of all eta is {share:g}, must be <= 1")
@@ -165,10 +160,6 @@ class LoggerConfig:
 
     csv: bool = MISSING
     backend: str | None = MISSING
-
-    def __post_init__(self) -> None:
-        if self.backend is not None and importlib.util.find_spec(self.backend) is None:
-            raise ConfigError(f"logger={self.backend}: install the package {self.backend} or use logger=csv")
 
 
 @dataclass
@@ -264,14 +255,9 @@ class RunConfig(Checked):
         learning = self.learning
         if self.checkpoint_interval is None:
             self.checkpoint_interval = max(10_000, learning.total_steps // 50)
-        known = re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:\d+)?", self.device) is not None
-        self.require("device", known, "choose auto, cpu, cuda, cuda:1 ..., mps or xpu")
         self.require("cudagraphs", self.compile or not self.cudagraphs, "needs compile=true")
         self.require_divides("num_envs", "train_interval")
         self._check_sampler()
-        total = learning.total_steps
-        few = learning.n_step == 1 or learning.n_step * self.num_envs < total
-        learning.require("n_step", few, f"num_envs · n_step must be < {learning.prefix}total_steps={total}")
 
     def _check_sampler(self) -> None:
         """Check the name of the sampler, or that of the critic's sampler (sampler=dper), and what it needs."""

@@ -8,10 +8,6 @@ class ConfigError(ValueError):
     """The configuration cannot be run, or a file cannot be used. The message is shown to the user."""
 
 
-class LostProcess(RuntimeError):
-    """A process that the run needs has ended. The message names it."""
-
-
 def reason(error: Exception) -> str:
     """A short text for the error: the system's text if there is one, else the first line of the message."""
     return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]

@@ -50,7 +50,7 @@ def require_files(directory: Path, names: Iterable[str], advice: str, option: st
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Replace the file `path` atomically at the end of the block; the new content is then on the disk.
+    """Replace the file `path` atomically at the end of the block.
 
     After an error, `path` is unchanged. A killed process leaves a temporary directory behind; the next call removes it.
 
@@ -62,9 +62,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         aside.mkdir()
         yield aside / path.name
-        _sync(aside / path.name)
         os.replace(aside / path.name, path)
-        _sync(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -83,7 +81,8 @@ def locked(directory: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    with _opened(directory) as descriptor:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -91,20 +90,8 @@ def locked(directory: Path) -> Iterator[None]:
         except OSError:  # some network file systems
             pass
         yield
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    with _opened(path) as descriptor:
-        os.fsync(descriptor)
 
 
 def code_version() -> str:

@@ -7,7 +7,6 @@ dataclass or in a sampler of the library, and are explained by its docstring.
 import ast
 import inspect
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
@@ -178,5 +177,4 @@ def _options(path: Path) -> str:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(text, 100, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -13,7 +13,6 @@ from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 from recipes.common.config import LoggerConfig
-from recipes.common.errors import reason
 from recipes.common.files import PROGRESS, append_rows, read_csv, rewrite
 
 
@@ -29,40 +28,18 @@ class Progress:
 
     def __init__(self, run_dir: Path, config: LoggerConfig, until: int = 0) -> None:
         self.path = run_dir / PROGRESS if config.csv else None
-        self._backend = backend = config.backend
-        self._waiting: list[dict[str, float]] = []
-        name: Any = backend or ""
+        name: Any = config.backend or ""
         self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=name)
         if self.path is not None and self.path.is_file():
             rewrite(self.path, [row for row in read_csv(self.path, ["env_steps"]) if int(row["env_steps"]) <= until])
 
-    def write(self, row: dict[str, float], histograms: Mapping[str, Tensor] | None = None) -> None:
-        """Append a row, which must have the keys of the first row. If it cannot be written, keep it for the next call.
-
-        Args:
-            row: numbers by column.
-            histograms: tensors by name, sent only to the backend. Default: None.
-        """
+    def write(self, row: dict[str, float]) -> None:
+        """Append a row: numbers by column, with the keys of the first row."""
         if self.path is not None:
-            self._waiting.append(row)
-            try:
-                self.flush()
-            except OSError as error:
-                warn(f"{self.path}: {reason(error)}; {len(self._waiting)} rows are kept and written later")
+            append_rows(self.path, [row])
         if self.logger:
             for name, value in row.items():
                 self.logger.log_scalar(name, value, step=int(row["env_steps"]))
-            for name, values in (histograms or {}).items():
-                data: Any = values.cpu().numpy()
-                bins: Any = "auto" if self._backend == "tensorboard" else 64
-                self.logger.log_histogram(name, data, step=int(row["env_steps"]), bins=bins)
-
-    def flush(self) -> None:
-        """Write the rows that could not be written before. If it raises OSError, the file is unchanged."""
-        if self.path is None or not self._waiting:
-            return
-        append_rows(self.path, self._waiting)
-        self._waiting.clear()
 
 
 class Means:
@@ -81,15 +58,6 @@ class Means:
         means = {name: torch.cat(self._values[name]).mean().item() if self._values else math.nan for name in names}
         self._values.clear()
         return means
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The values since the last row."""
-        return {name: torch.cat(values) for name, values in self._values.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore a state from :meth:`state_dict`."""
-        self._values.clear()
-        self.add(state)
 
 
 def warn(message: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,17 +23,14 @@ from torchrl.envs import EnvBase, GymWrapper, SerialEnv
 from torchrl.envs.gym_like import BaseInfoDictReader
 from torchrl.modules import AdditiveGaussianModule, EGreedyModule
 
-from recipes.common.checkpoint import load_checkpoint
 from recipes.common.collector import EpsilonRandom, environment_seed
 from recipes.common.config import EVENT_TABLES, EnvConfig
 from recipes.common.environment import make_env
-from recipes.common.errors import ConfigError, LostProcess
-from recipes.common.files import CHECKPOINT
+from recipes.common.errors import ConfigError
 from recipes.common.progress import warn
 from recipes.common.replay import FLAGS, make_sampler, make_writer
 from recipes.common.schemas import DistributedRun
 from torchrl_replay_ext import CompilableTensorStorage, EventTableWriter, ShardedReplayBuffer
-from torchrl_replay_ext.sharding import Lost
 
 TRAJECTORY = ("collector", "traj_ids")
 # Entries that the losses and samplers read. `truncated` ends an episode, but only `terminated` stops the bootstrap.
@@ -82,21 +78,6 @@ def runtime(address: str | None, num_collectors: int, num_shards: int) -> Iterat
         yield
 
 
-def lost_process(error: BaseException | None) -> BaseException | None:
-    """LostProcess in place of an error that a call of an actor raises because its process has ended.
-
-    The process of a collector was killed, ran out of memory or crashed, or those of all shards of the replay buffer,
-    without a checkpoint. Other errors are returned unchanged.
-    """
-    import ray.exceptions
-
-    lost = "the replay buffer" if isinstance(error, Lost) else "a collector"
-    # Sending weights to a lost process raises a Gloo error.
-    if not isinstance(error, (Lost, ray.exceptions.RayActorError)) and "/gloo/" not in str(error):
-        return error
-    return LostProcess(f"the process of {lost} has ended (killed, or out of memory?)")
-
-
 def _event_writer(config: DistributedRun, **options: Any) -> EventTableWriter | None:
     return make_writer(make_sampler(config, **options))
 
@@ -109,7 +90,6 @@ class RemoteReplay(ShardedReplayBuffer):
     Args:
         config: the run's configuration. The shards share the capacity.
         device: device of the batches.
-        run_dir: directory of the run, with its checkpoint.
         td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
 
     Raises:
@@ -120,7 +100,7 @@ class RemoteReplay(ShardedReplayBuffer):
     # the samplers are in the actors
     sampler = None
 
-    def __init__(self, config: DistributedRun, device: torch.device, run_dir: Path, td_error: str):
+    def __init__(self, config: DistributedRun, device: torch.device, td_error: str):
         learning, name = config.learning, config.sampler["name"]
         capacity, streams = learning.buffer_size // config.num_shards, config.num_collectors * config.num_envs
         # The actor builds sampler and writer separately; they find their common tables through the storage.
@@ -139,24 +119,6 @@ class RemoteReplay(ShardedReplayBuffer):
             )
         except ValueError as error:
             raise ConfigError(f"num_shards={config.num_shards} sampler={name}: {error}") from error
-        self._run_dir = run_dir
-
-    def sample(self) -> TensorDictBase:
-        """Draw a batch; if all transitions are lost, go on with those of the run's last checkpoint."""
-        try:
-            return super().sample()
-        except Lost:
-            if not (self._run_dir / CHECKPOINT).is_file():
-                raise
-            self.load_state_dict(load_checkpoint(self._run_dir, torch.device("cpu"))["replay"])
-            return super().sample()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the whole buffer, copied to the learner."""
-        try:
-            return super().state_dict()
-        except RuntimeError as error:
-            raise LostProcess(str(error)) from error
 
 
 class FlagReader(BaseInfoDictReader):

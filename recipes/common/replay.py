@@ -2,14 +2,10 @@
 
 import contextlib
 import inspect
-import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -48,25 +44,6 @@ def set_targets(loss_module: LossModule, learning: LearningConfig) -> None:
 def shares_frames(config: RunConfig) -> bool:
     """Whether the buffer stores each frame once. The frames of n-step transitions are not those of the next step."""
     return config.env.atari is not None and config.learning.n_step == 1
-
-
-def require_memory(config: RunConfig, space: gymnasium.Space, device: torch.device) -> None:
-    """Check that the observations of a full buffer, from this space, fit into the memory of the device.
-
-    Raises:
-        ConfigError: if they are larger than the total memory of the GPU or the host, where it is known.
-    """
-    learning, atari = config.learning, config.env.atari
-    observation = math.prod(space.shape or ()) * (1 if space.dtype == np.uint8 else 4)  # others are float32
-    stored = 2 * observation if atari is None or not shares_frames(config) else observation // atari.num_frames
-    size, memory = learning.buffer_size, 2**63
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size * stored > memory:
-        text = f"and {device} has {memory / 1e9:,.1f} GB; choose at most {memory // stored}"
-        raise ConfigError(f"{learning.prefix}buffer_size={size}: needs at least {size * stored / 1e9:,.0f} GB, {text}")
 
 
 def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTensorStorage | ext.FrameStackStorage:

@@ -1,7 +1,6 @@
 """The frame of a training loop: checkpoints, evaluations, logs, the progress bar and Ctrl-C."""
 
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,16 +25,14 @@ from recipes.common.checkpoint import load_checkpoint, save_checkpoint
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.collector import Behaviour, VectorCollector
 from recipes.common.config import RunConfig
-from recipes.common.errors import ConfigError, LostProcess, reason
+from recipes.common.errors import ConfigError, reason
 from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
-from recipes.common.progress import Means, Progress, warn
-from recipes.common.replay import PRIORITIZED, require_frames, require_memory
+from recipes.common.progress import Means, Progress
+from recipes.common.replay import PRIORITIZED, require_frames
 from recipes.common.schemas import DistributedRun
 from recipes.studies.curves import draw_runs, read_run
 from recipes.studies.figures import save
-
-CURVE = "learning_curve.png"
 
 
 def save_config(config: RunConfig, run_dir: Path) -> None:
@@ -98,8 +95,8 @@ class Run:
     holds networks, optimizers, buffer, counters and random generators, but no environments: a resumed run begins new
     episodes. It is loaded by :meth:`attach`, so graphs must be compiled, and the steps of optimizers made, after it.
 
-    Ctrl-C ends the loop after the current round. An error of a lost process (LostProcess) inside the ``with`` block
-    ends it, too; other errors are passed on.
+    Ctrl-C ends the loop after the current round. After an error inside the ``with`` block, nothing is saved; the run
+    can be resumed from its last checkpoint.
 
     Args:
         config: the configuration.
@@ -107,7 +104,7 @@ class Run:
         make: makes an environment from its configuration, see recipes.common.environment.
 
     Raises:
-        ConfigError: if the directory holds another run, the device does not fit, or the buffer is too large for it.
+        ConfigError: if the directory holds another run, or the device does not fit.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, make: Callable[..., gymnasium.Env]):
@@ -127,8 +124,6 @@ class Run:
         torch.manual_seed(config.seed)
         self.evaluation = Evaluation(make, config.env, config.learning.evaluation_episodes)
         """The environments of evaluations, one for each episode."""
-        place = self.device if self._remote is None else torch.device("cpu")
-        require_memory(config, self.evaluation.observation_space, place)
 
     def make_remote_replay(self, *, td_error: str) -> Any:
         """Build the buffer of recipes.distributed, whose storage and samplers are in other processes.
@@ -137,7 +132,7 @@ class Run:
             td_error: the kind of TD errors that the loss writes to "td_error": "squared" or "absolute".
         """
         assert self._remote is not None
-        return self._remote.RemoteReplay(self.config, self.device, self._run_dir, td_error)
+        return self._remote.RemoteReplay(self.config, self.device, td_error)
 
     def attach(
         self,
@@ -186,7 +181,7 @@ class Run:
         self._epsilon, self._value, self._loss_names, self._columns = epsilon, value, losses, columns
         self._batches, self.counters, self._losses = iter(collector), Counters(), Means()
         # the attributes of the counters themselves: loading a checkpoint sets them
-        own = {"losses": self._losses, "counters": vars(self.counters), "global_rng": GlobalRNGState()}
+        own = {"counters": vars(self.counters), "global_rng": GlobalRNGState()}
         self._state = {**state, "replay": replay, "collector": collector, **own}
         if config.resume is not None:
             load_checkpoint(self._run_dir, self.device, **self._state)
@@ -260,7 +255,6 @@ class Run:
             "wall_time": time.time() - self._started,
             "cpu_time": time.process_time() - self._cpu_started,
         }
-        histograms: dict[str, Tensor] = {}
         if self._remote is not None:
             row["epsilon"] = config.learning.epsilon(self.env_steps)
             row |= {f"sampler/{key}": value for key, value in self._replay.stats().items()}
@@ -270,11 +264,7 @@ class Run:
             if type(sampler) in PRIORITIZED:
                 numbers = sampler.stats().to_dict(convert_tensors=True)
                 row |= {f"sampler/{key}": value for key, value in numbers.items()}
-                if config.logger.backend is not None:
-                    share = sampler.probabilities(self._replay.storage)
-                    # relative to uniform sampling
-                    histograms["sampler/probability"] = share[share > 0] * (share > 0).sum()
-        self._progress.write(row, histograms)
+        self._progress.write(row)
         shown = ("return_mean", *self._loss_names[:2])
         self._bar.set_postfix({key: f"{row[key]:.3g}" for key in shown}, refresh=False)
         score, best, threshold = row["return_mean"], counters.best_return, config.env.reward_threshold
@@ -284,45 +274,29 @@ class Run:
         if counters.reached_at is None and counters.updates and reaches(score, threshold):
             counters.reached_at = self.env_steps
 
-    def _save(self) -> bool:
+    def _save(self) -> None:
         self.counters.wall_time = time.time() - self._started
         self.counters.cpu_time = time.process_time() - self._cpu_started
-        try:
-            self._progress.flush()
-            save_checkpoint(self._run_dir, **self._state)
-        except (OSError, LostProcess) as error:
-            warn(f"step {self.env_steps} could not be saved in {self._run_dir}: {reason(error)}")
-            return False
-        return True
+        save_checkpoint(self._run_dir, **self._state)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         # Ctrl-C in a terminal also ends the compiler's processes.
         aborted = isinstance(error, (TorchDynamoException, CppCompileError)) and self._interrupted()
-        if self._remote is not None:
-            error = self._remote.lost_process(error)
-        known = error is None or aborted or isinstance(error, LostProcess)
         with self._open:
-            # After an aborted update, the last batch was collected but its updates were not made: nothing is saved.
-            saved = known and (aborted or self._save())
-        if known:
-            self.exit_code = self._conclude(error if isinstance(error, LostProcess) else None, saved=saved)
-        return known
+            if error is None:
+                self._save()
+        if error is None or aborted:
+            self.exit_code = self._conclude()
+        return aborted
 
-    def _conclude(self, lost: LostProcess | None, *, saved: bool) -> int:
+    def _conclude(self) -> int:
         """Draw the learning curve, print the last lines of the run and return the exit code."""
         run_dir, steps, counters = self._run_dir, self.env_steps, self.counters
-        resumable = (run_dir / CHECKPOINT).is_file()
-        way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
         if self.config.logger.csv and counters.last_return is not None:
-            try:
-                save(draw_runs([read_run(run_dir)]), run_dir / CURVE)
-            except OSError as error:
-                warn(f"{run_dir / CURVE}: {reason(error)}; draw it by python -m recipes.plot {run_dir}")
-        problems = [str(lost)] * (lost is not None) + ["the final checkpoint could not be saved"] * (not saved)
-        if problems:
-            sys.stderr.write(f"stopped at step {steps}: {'; '.join(problems)}; {way}\n")
-            return FAILED
+            save(draw_runs([read_run(run_dir)]), run_dir / "learning_curve.png")
         if not self._finished():
+            resumable = (run_dir / CHECKPOINT).is_file()
+            way = f"continue with resume={run_dir}" if resumable else "there is no checkpoint yet"
             print(f"interrupted at step {steps}; {way}")
             return INTERRUPTED
         learning, threshold = self.config.learning, self.config.env.reward_threshold

@@ -18,7 +18,6 @@ from recipes.common.config import (
     FixedRoundsRunConfig,
     LearningConfig,
     RunConfig,
-    ends,
 )
 from recipes.common.errors import did_you_mean
 
@@ -43,7 +42,7 @@ class EpsilonGreedyConfig(FixedRoundsConfig):
         tau: share of the online network that is blended into the target network at each update, in (0, 0.5].
         exploration_fraction: fraction of total_steps over which epsilon falls linearly, in [0, 1].
         initial_epsilon: epsilon at the start of the linear schedule, in [0, 1].
-        final_epsilon: epsilon after the schedule, in [0, initial_epsilon].
+        final_epsilon: epsilon after the schedule, in [0, 1].
         evaluation_epsilon: probability of a random action in evaluations, in [0, 1].
         max_grad_norm: gradients of a larger norm are scaled down to this norm; None: no clipping.
         optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
@@ -58,11 +57,6 @@ class EpsilonGreedyConfig(FixedRoundsConfig):
     evaluation_epsilon: float = within("[0, 1]")
     max_grad_norm: float | None = within("> 0")
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        falls = self.final_epsilon <= self.initial_epsilon
-        self.require("final_epsilon", falls, f"must be <= {self.prefix}initial_epsilon")
 
     def epsilon(self, step: int) -> float:
         """Exploration rate after `step` steps: 1 until learning starts, then the linear schedule."""
@@ -82,8 +76,8 @@ class DQNConfig(EpsilonGreedyConfig):
     Args:
         target_update_interval: steps between two copies to the target network; None: use tau. Exactly one of the two
             must be None.
-        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1), or {start, end}: linear over
-            all updates of the run; None: gradient of the whole batch.
+        cagrad: c of CAGrad, which combines the gradients of the event tables, in [0, 1); None: gradient of the whole
+            batch.
         log_q_mean: whether evaluations also log the mean value of their steps, as the target network gives it. Default:
             False.
         optimizer: name and keyword arguments, see recipes.common.update. Default: Adam.
@@ -92,21 +86,14 @@ class DQNConfig(EpsilonGreedyConfig):
     prefix = "dqn."
 
     target_update_interval: int | None = within("> 0")
-    cagrad: Any = MISSING
+    cagrad: float | None = within("[0, 1)")
     log_q_mean: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cagrad is not None:
-            self.require("cagrad", all(0 <= end < 1 for end in ends("dqn.cagrad", self.cagrad)), "must be in [0, 1)")
         interval = self.target_update_interval
         one = f"exactly one of dqn.tau and dqn.target_update_interval={interval} must be null"
         self.require("tau", (self.tau is None) != (interval is None), one)
-
-    def cagrad_after(self, updates: int) -> float:
-        """The c of CAGrad after so many updates of the run."""
-        start, end = ends("dqn.cagrad", self.cagrad)
-        return start + min(updates / self.num_updates(), 1.0) * (end - start)
 
     def copies_due(self, step: int, count: int) -> bool:
         """Whether the last `count` of `step` steps include one at which the target network must be copied."""
@@ -358,8 +345,6 @@ class DistributedRun(RunConfig):
     num_shards: int = within(">= 1")
 
     def __post_init__(self) -> None:
-        if self.algorithm == "sac" and self.sampler.get("name") == "lap":
-            raise ValueError("sampler=lap: needs the Huber loss, which algorithm=sac has not; use another sampler")
         super().__post_init__()
         learning = self.learning
         self.require_divides("num_shards", "buffer_size")

@@ -28,6 +28,6 @@ for _name, _entry_point, _limit in (
     ("DeepSea", "deep_sea:DeepSea", None),
     # good players of Breakout would never end
     ("MinAtar", "minatar_games:MinAtar", 5000),
-    ("CartPolePositions", "positions:CartPolePositions", 500),
+    ("CartPolePositions", "positions:make", 500),
 ):
     register(f"{_name}-v0", f"recipes.envs.{_entry_point}", max_episode_steps=_limit)

@@ -23,17 +23,11 @@ class DeepSea(World):
     Args:
         size: N, the number of rows and columns, >= 1. Default: 10.
         mapping_seed: seed of the meaning of the actions, >= 0. Default: 0.
-
-    Raises:
-        ValueError: if an argument is invalid.
     """
 
     EVENTS = ("treasure",)
 
     def __init__(self, size: int = 10, mapping_seed: int = 0):
-        for name, value, least in (("size", size, 1), ("mapping_seed", mapping_seed, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"DeepSea({name}={value!r}): must be a whole number >= {least}")
         self.action_space = Discrete(2)
         self.observation_space = Box(0.0, 1.0, (size * size,), np.float32)
         self._size = size

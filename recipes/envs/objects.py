@@ -191,7 +191,7 @@ class ObstacleCourse(ObjectWorld):
         step_reward: see `ObjectWorld`. Default: 0.
 
     Raises:
-        ValueError: if `rows` is less than 3, or `start` is not a free cell of the first room.
+        ValueError: if `rows` is less than 3.
     """
 
     width = 14
@@ -202,11 +202,6 @@ class ObstacleCourse(ObjectWorld):
             raise ValueError(f"ObstacleCourse(rows={rows!r}): must be a whole number >= 3")
         self.height = rows + 2
         self._spikes = ((2, rows - 1), (2, rows))
-        start = (start[0], start[1])
-        free = [(x, y) for x in range(1, 4) for y in range(1, rows + 1) if (x, y) not in self._spikes]
-        if start not in free:
-            cells = ", ".join(map(str, free))
-            raise ValueError(f"ObstacleCourse(start={start}): must be a free cell of the first room, one of {cells}")
         super().__init__(start, step_reward)
 
     def _build(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class ExperimentParser(argparse.ArgumentParser):
         return rows
 
     def rows(self, path: Path, kinds: Mapping[str, Callable[[str], Any]]) -> list[Row]:
-        """The rows of the CSV for --read; refuse a file that cannot be read, or lacks rows or columns.
+        """The rows of the CSV for --read; refuse a file that cannot be read, or lacks columns.
 
         Args:
             path: the file.
@@ -78,8 +78,6 @@ class ExperimentParser(argparse.ArgumentParser):
         """
         try:
             rows = read_csv(path, [*kinds])
-            if not rows:
-                raise ConfigError(f"{path}: no rows")
             return [row | {name: kind(row[name]) for name, kind in kinds.items()} for row in rows]
         except ConfigError as error:
             self.error(f"--read {error}")

@@ -236,14 +236,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     text = "numbers of uniform candidate batches per draw, K (default: 1 2 3 5 10)"
     add("--candidates", type=positive, nargs="+", default=[1, 2, 3, 5, 10], metavar="K", help=text)
     add("--granularity", nargs="+", choices=choices, default=choices, help="units of selection (default: all)")
-    text = "actor's batches for each K and granularity, at least 2 (default: %(default)s)"
+    text = "actor's batches for each K and granularity (default: %(default)s); intervals need 2"
     add("--draws", type=positive, default=2000, help=text)
     add("--seed", type=int, default=1, help="seed of the draws (default: %(default)s)")
     options = parser.parse_args(arguments)
     if (options.run is None) == (options.read is None):
         parser.error("pass the directory of a run of recipes.td3, or --read CSV")
-    if options.draws < 2:
-        parser.error(f"--draws {options.draws}: must be at least 2")
     settings = [(granularity, count) for granularity in options.granularity for count in options.candidates]
     rows: Iterator[Row] = iter(())
     try:

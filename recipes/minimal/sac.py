@@ -45,13 +45,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--frames", type=int, default=6_000, help="frames of the environment [%(default)s]")
-    parser.add_argument(
-        "--compile",
-        choices=["step", "torch"],
-        nargs="?",
-        const="step",
-        help="the update as one graph, by compile_step (--compile) or by torch.compile (--compile torch)",
-    )
+    text = "the update as one graph, by compile_step (--compile) or by torch.compile (--compile torch)"
+    parser.add_argument("--compile", choices=["step", "torch"], nargs="?", const="step", help=text)
     return parser.parse_args(words)
 
 

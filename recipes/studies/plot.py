@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+from recipes.common.checked import positive
 from recipes.common.cli import BAD_CONFIG
 from recipes.common.errors import ConfigError
 from recipes.common.files import PROGRESS, markdown, steps_to_reach
@@ -74,15 +75,13 @@ def main() -> None:
     add("--out", type=Path, default=Path("comparison"), help="figure to write, as .png and .svg [comparison]")
     add("--columns", nargs="+", default=[RETURN], help=f"columns of {PROGRESS} [{RETURN}]")
     add("--by", nargs="+", default=SAMPLER, metavar="KEY", help="configuration keys; one line per value [sampler]")
-    add("--smooth", type=int, default=1, metavar="N", help="average each run over N evaluations [1]")
+    add("--smooth", type=positive, default=1, metavar="N", help="average each run over N evaluations [1]")
     text = f"print the env steps until runs solve the task: {IN_A_ROW} evaluations >= VALUE"
     add("--solved", type=float, metavar="VALUE", help=text)
     add("--baseline", metavar="VARIANT", help="print a study's comparison with this variant instead")
     arguments = parser.parse_args()
     if bool(arguments.runs) == (arguments.read is not None):
         parser.error("pass directories of runs, or study=<name or directory>, or --read CSV")
-    if arguments.smooth < 1:
-        parser.error(f"--smooth {arguments.smooth}: must be at least 1")
     columns, by = arguments.columns, arguments.by
     studies = [path for path in map(str, arguments.runs) if path.startswith("study=")]
     try:

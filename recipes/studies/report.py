@@ -97,8 +97,7 @@ def read_study(out: Path) -> Study:
     preset, source = preset_of(config), config.name
     if not out.resolve().is_relative_to(RESULTS) and (preset is None or preset != replace(config, seeds=preset.seeds)):
         source = str(out / STUDY)
-    if preset is not None and preset.claims == config.claims:
-        config.claims = valid_claims(config, preset)
+        config.claims = config.claims if preset is None else {}  # those of the study in recipes/conf hold for it alone
     return Study(config, rows, {env: variants for env, variants in runs.items() if variants}, source)
 
 
@@ -106,14 +105,6 @@ def preset_of(config: StudyConfig) -> StudyConfig | None:
     """The study of this name in recipes/conf; None if there is none."""
     path = CONF / "study" / f"{config.name}.yaml"
     return parse_config(load_config(path), StudyConfig) if path.is_file() else None
-
-
-def valid_claims(config: StudyConfig, preset: StudyConfig) -> dict[str, dict[str, str]]:
-    """The claims of a study in recipes/conf that hold for its variation `config`, such as one with shorter runs."""
-    names = [name for name, words in config.variants.items() if words == preset.variants.get(name)]
-    if any(getattr(config, key) != getattr(preset, key) for key in ("recipe", "fixed", "column", "least", "in_a_row")):
-        names = []
-    return {env: {name: claims[name] for name in names if name in claims} for env, claims in config.claims.items()}
 
 
 def study_directory(name: str) -> Path:

@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 from recipes.common import files
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
-from recipes.common.errors import ConfigError, reason
+from recipes.common.errors import ConfigError
 from recipes.common.schemas import StudyConfig, StudyRun
 from recipes.studies.report import load_study, report
 
@@ -118,13 +118,8 @@ class Pool:
         if (run_dir / files.CHECKPOINT).is_file() and (run_dir / files.CONFIG).is_file():
             words = [*job.command[:2], override("resume", run_dir)]
         elif run_dir.exists():
-            try:
-                with files.locked(run_dir):
-                    shutil.rmtree(run_dir)
-            except ConfigError as error:
-                # a run that a killed study has left behind
-                run_dir.with_suffix(".log").write_text(f"{error}\n")
-                return None
+            with files.locked(run_dir):  # a killed study may have left its process behind
+                shutil.rmtree(run_dir)
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         # One thread per run: there is one run per core.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -140,12 +135,7 @@ class Pool:
         if code != DONE:
             return None
         run_dir.with_suffix(".log").unlink()
-        try:
-            return self.results(job)
-        except ConfigError:
-            # a column that no run has: start no other run
-            self.stopped = True
-            raise
+        return self.results(job)
 
     def results(self, job: Job) -> tuple[Row, list[Row]]:
         """The row of a finished run in runs.csv, and its rows in curves.csv."""
@@ -269,9 +259,4 @@ def show(out: Path) -> None:
     """Write table and figure of the runs that have finished, if any, and print the table and its conclusions."""
     if not (out / files.RUNS).is_file():
         return
-    try:
-        print(report(out))
-    except OSError as error:
-        sys.stderr.write(f"{reason(error)}; free disk space, then run: python -m recipes.plot study={out}\n")
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+    print(report(out))

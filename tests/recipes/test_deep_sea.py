@@ -57,15 +57,6 @@ def test_every_episode_is_that_of_a_plain_simulation(size, mapping_seed):
     assert sorted(returns)[-2] == 0.0
 
 
-def test_the_preset_acts_at_random_and_judges_the_greedy_policy():
-    config = recipe.composed("env=deepsea")
-    assert {config.dqn.epsilon(step) for step in (0, 10_000, config.dqn.total_steps)} == {1.0}
-    assert config.dqn.evaluation_epsilon == 0.0
-    assert 0 < config.env.reward_threshold < 0.99
-    # nothing is overwritten, so that all samplers draw from the same transitions
-    assert config.dqn.buffer_size >= config.dqn.total_steps
-
-
 def test_the_transitions_of_a_seed_are_the_same_for_every_sampler(tmp_path):
     collected = []
     for sampler in ("uniform", "recency"):

@@ -100,11 +100,9 @@ def test_priorities_inside_tables_are_told_what_td_errors_are_and_annealed():
     assert sampler.beta == pytest.approx(1.0)
 
 
-def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
-    used, gradients = [], dqn.cagrad_gradients
-    monkeypatch.setattr(dqn, "cagrad_gradients", lambda *given: used.append(given[-1].clone()) or gradients(*given))
-    schedules = "env.events.done.eta={start: 0.05, end: 0.25}", "dqn.cagrad={start: 0.8, end: 0.2}"
-    words = (*schedules, "sampler.min_size=1", "dqn.train_interval=8", "updates_per_graph=2")
+def test_shares_are_annealed_over_all_updates(tmp_path):
+    schedule = "env.events.done.eta={start: 0.05, end: 0.25}"
+    words = (schedule, "sampler.min_size=1", "dqn.train_interval=8", "updates_per_graph=2")
     changed = {word.split("=")[0] for word in words}
     config = composed("dqn", *(word for word in TINY if word.split("=")[0] not in changed), *words)
     table = recipe.train(config, tmp_path)
@@ -114,18 +112,6 @@ def test_shares_and_cagrad_are_annealed_over_all_updates(tmp_path, monkeypatch):
         assert float(row["sampler/eta_done"]) == pytest.approx(0.05 + 0.2 * updates / 16)
         assert float(row["sampler/eta_default"]) == pytest.approx(0.7 - 0.2 * updates / 16)
         assert int(float(row["sampler/size_done"])) <= 16  # .25 of 64, the largest share
-    expected = [0.8 - 0.6 * number / 8 for number in range(8) for _ in range(2)]
-    assert torch.stack(used).tolist() == pytest.approx(expected)
-
-
-def test_cagrad_with_c_0_is_the_gradient_of_the_batch(tmp_path):
-    losses = []
-    for c in ("null", 0.0, 0.5):
-        words = (f"dqn.cagrad={c}", "sampler=sset_per", "sampler.min_size=1", "dqn.learning_rate=1e-2")
-        table = recipe.run(tmp_path / str(c), *words)
-        losses.append([float(row[name]) for row in table[1:] for name in ("loss", "q_sum")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
 def test_q_columns_are_those_of_the_target_network():

@@ -41,7 +41,7 @@ def test_runs_make_a_png_and_an_svg(tmp_path, drawn):
     ("words", "message"),
     [
         ([], "error: pass directories of runs"),
-        (["run", "--smooth", "0"], "error: --smooth 0: must be at least 1"),
+        (["run", "--smooth", "0"], "argument --smooth: 0: must be a whole number, at least 1"),
         (
             ["study=sset", "--smooth", "3", "--columns", "q_sum"],
             "study=sset: one study at a time, and no option but --baseline",
@@ -71,16 +71,6 @@ def test_smoothing_averages_neighbours_and_keeps_the_ends():
     np.testing.assert_allclose(smooth(np.ones((2, 4)), 9), np.ones((2, 4)))
 
 
-def test_directory_without_progress_is_a_clear_error(tmp_path, plot_refuses):
-    errors = plot_refuses(str(tmp_path))
-    assert str(tmp_path) in errors and errors.count("\n") == 1
-    empty = write_run(tmp_path / "empty", [])
-    with pytest.raises(ConfigError, match="no rows"):
-        plot.read_run(empty)
-    with pytest.raises(ConfigError, match="no column q_sum, only env_steps, return_mean"):
-        plot.read_run(write_run(tmp_path / "other", [1.0]), ["q_sum"])
-
-
 def test_values_between_and_beyond_evaluations(tmp_path):
     steps = np.array([5, 10, 15, 30, 31])
     unfinished = plot.read_run(write_run(tmp_path / "a", [1, 2, 3]))
@@ -105,23 +95,6 @@ def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp
 def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
     run = write_run(tmp_path / "a", [0, last], threshold=5, stop_at_threshold=True)
     assert plot.format_solved([plot.read_run(run)], 3.0).split()[-2] == steps
-
-
-@pytest.mark.parametrize(
-    ("steps", "censored", "median", "bounded"),
-    [
-        ([10, 20, 30], [False, False, False], 20, False),
-        ([10, 20, 30], [False, False, True], 20, False),
-        ([10, 30, 30], [False, True, True], 30, True),
-        # the mean of the second and the third
-        ([10, 20, 30, 30], [False, False, True, True], 25, True),
-        ([10, 20, 20, 30], [False, False, False, True], 20, False),
-        # a run that ended early may have needed most steps
-        ([10, 20, 30], [True, False, False], 20, True),
-    ],
-)
-def test_a_median_is_a_lower_bound_if_longer_runs_could_change_it(steps, censored, median, bounded):
-    assert curves.median_with_bound(np.array(steps), np.array(censored)) == (median, bounded)
 
 
 def test_the_note_says_where_lines_of_runs_of_unequal_length_end(tmp_path):

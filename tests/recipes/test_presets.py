@@ -87,9 +87,3 @@ def test_atari_games_are_preprocessed_and_scored_as_in_the_papers():
     # the papers have no scores of this game
     klax = composed("dqn", "env=atari/klax").env
     assert klax.id == "ALE/Klax-v5" and klax.human_normalized(5.0) is None
-
-
-def test_sac_makes_an_update_per_step_whatever_the_number_of_environments():
-    settings = composed("sac", "num_envs=8").learning
-    assert (settings.train_interval, settings.gradient_steps) == (8, 8)
-    assert settings.num_updates() == 7504 - 496  # whole rounds of 8 that begin before 7,500 steps, and end after 500

@@ -1,8 +1,5 @@
 """A resumed run has what it had before, begins new episodes, and may become longer."""
 
-import time
-from itertools import count
-
 import numpy as np
 import pytest
 import torch
@@ -78,12 +75,3 @@ def test_a_finished_run_can_be_extended(tmp_path, name):
     assert (longer.total_steps, longer.scheduled) == (400, 96)
     with pytest.raises(ConfigError, match=f"{name}.total_steps=150: must be > 150"):
         recipe.resumed(tmp_path, f"{name}.total_steps=150")
-
-
-def test_cpu_times_include_those_before_a_resume(tmp_path, monkeypatch):
-    """With a clock that moves by 1 whenever it is read."""
-    clock = count()
-    monkeypatch.setattr(time, "process_time", lambda: float(next(clock)))
-    RECIPES["dqn"].stop(tmp_path, 3)
-    # read at the start, for an evaluation, for the checkpoint, and again
-    assert [float(row["cpu_time"]) for row in RECIPES["dqn"].resume(tmp_path)] == [1, 3, 4]

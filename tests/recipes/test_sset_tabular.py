@@ -1,7 +1,6 @@
 from itertools import repeat
 
 import numpy as np
-import pytest
 
 from recipes.experiments import sset_tabular
 
@@ -34,12 +33,3 @@ def test_learning_makes_the_update_of_q_learning():
     errors = sset_tabular.learn(learned, world.dynamics, *taken, repeat(0.2), 0.99)
     np.testing.assert_allclose(learned, expected)
     assert len(errors) == 50
-
-
-@pytest.mark.slow
-def test_histories_speed_up_q_learning_and_events_alone_do_not():
-    """The gate of ten seeds, with one of them."""
-    methods = ("uniform", "history 60", "history 1")
-    needed = {method: sset_tabular.steps_needed(sset_tabular.run(method, 3)) for method in methods}
-    assert needed["history 60"] <= 0.65 * needed["uniform"]
-    assert needed["history 1"] >= needed["uniform"]

@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict
 from typing import ClassVar
 
-import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -205,16 +204,15 @@ def test_a_report(finished, drawn):
     ("word", "source", "claimed"),
     [
         ("seeds=1", "reaper", ["reaper"]),
-        ("study.variants.per=['sampler=per','+sampler.eps=.1']", None, ["reaper"]),
         ("study.fixed=['dqn.total_steps=5000']", None, []),
     ],
 )
-def test_a_varied_study_names_its_file_and_keeps_only_the_claims_that_hold(tmp_path, processes, word, source, claimed):
+def test_a_varied_study_names_its_file_and_keeps_no_claims(tmp_path, processes, word, source, claimed):
     assert study.run_study(configuration("seeds=1", *[word] * (word != "seeds=1")), tmp_path) == DONE
     found = report.read_study(tmp_path)
     command = report.provenance(found).split(";")[0]
     assert command == f"python -m recipes.study study={source or tmp_path / files.STUDY}"
-    assert [*found.config.claims["cartpole"]] == claimed
+    assert [*found.config.claims.get("cartpole", {})] == claimed
     again = composed("study", command.split()[-1]).study
     assert (again.fixed, again.variants) == (found.config.fixed, found.config.variants)
 
@@ -248,35 +246,6 @@ def test_an_interrupted_study_draws_the_runs_that_have_finished(tmp_path, proces
     assert {path.suffix for path in tmp_path.glob("figure.*")} == {".png", ".svg"}
 
 
-def texts(figure):
-    legend = figure.legends[0] if figure.legends else figure.subfigs[-1].legends[0]
-    return legend.get_title().get_text().replace("\n", " "), [text.get_text() for text in legend.get_texts()]
-
-
-def test_the_figure_explains_lines_bands_and_marks(finished):
-    note, entries = texts(report.draw(report.read_study(finished)))
-    assert note == (
-        "Line: mean of 5 seeds; band: 95 % t interval of the mean. A run that stopped at its threshold keeps its last "
-        "value. Small dots: runs; large markers: medians."
-    )
-    assert entries[:3] == ["uniform replay", "PER", "ReaPER"]
-    assert entries[3:] == ["threshold", "run that did not reach the threshold", "lower bound of a median"]
-
-
-def cells_of(found, steps):
-    """The cells "reached", "steps: median", "mean" and "ratio" of a variant, given (baseline, variant) of each seed.
-
-    A number of steps that ends in "+" is of a run that did not reach the threshold.
-    """
-    for variant, column in zip(("per", "reaper"), zip(*map(str.split, steps), strict=True), strict=True):
-        for run in found.runs["cartpole"][variant]:
-            text = column[run.seed]
-            number = int(text.removesuffix("+"))
-            run.steps, run.reached = np.array([number]), None if text.endswith("+") else number
-    line = next(line for line in report.format_table(found).splitlines() if "| CartPole | ReaPER" in line)
-    return [cell.strip() for cell in line.split("|")[3:7]]
-
-
 def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
     table = drawn(f"study={finished}", "--baseline", "reaper")
     assert (
@@ -285,29 +254,6 @@ def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
     assert not list(finished.glob("table.md"))
     assert "the variants of" in plot_refuses(f"study={finished}", "--baseline", "other")
     assert "only" in plot_refuses("x", "--baseline", "y")
-
-
-@pytest.mark.parametrize(
-    ("steps", "cells"),
-    [
-        # a run of the variant is censored: its mean and the ratio are lower bounds, its median is not
-        (["100 100"] * 4 + ["100 600+"], ["4 of 5", "100", "≥ 200", "≥ 1.43 [0.53, 3.87]"]),
-        (["100 100"] * 2 + ["100 600+"] * 3, ["2 of 5", "≥ 600", "≥ 400", "≥ 2.93 [0.87, 9.91]"]),
-        (["100 160+"] * 5, ["0 of 5", "≥ 160", "≥ 160", "≥ 1.60"]),
-        # a run of the baseline is censored: the ratio is an upper bound
-        (["200 100"] * 4 + ["200+ 100"], ["5 of 5", "100", "100", "≤ 0.50 [0.50, 0.50]"]),
-        # both have censored runs: the ratio is no bound
-        (["200 200"] * 4 + ["200+ 200+"], ["4 of 5", "200", "≥ 200", "~ 1.00 [1.00, 1.00]"]),
-        (["200+ 200+"] * 5, ["0 of 5", "≥ 200", "≥ 200", "neither reached"]),
-    ],
-)
-def test_numbers_from_censored_runs_are_marked(finished, steps, cells):
-    assert cells_of(report.read_study(finished), steps) == cells
-
-
-def test_no_study_there(tmp_path, plot_refuses):
-    assert "python -m recipes.study writes it" in plot_refuses(f"study={tmp_path}")
-    assert "did you mean reaper" in plot_refuses("study=reapr")
 
 
 def test_published_tables_are_those_of_the_published_runs():

@@ -45,10 +45,3 @@ def test_greedy_per_wastes_updates_where_targets_are_unreliable(period, offset):
     assert min(extra) > 2
     assert extra[-1] > 10 * extra[0]
     assert all(later > earlier for earlier, later in zip(extra[::3], extra[3::3], strict=False))
-
-
-def test_uniform_needs_length_squared_updates_from_scratch():
-    # each of the n values waits for its one transition out of n: mean n, variance n(n - 1)
-    seeds, length = 400, 12
-    mean = updates("uniform", length, None, seeds=seeds).double().mean().item()
-    assert abs(mean - length**2) < 5 * (length * length * (length - 1) / seeds) ** 0.5

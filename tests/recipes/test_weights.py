@@ -36,7 +36,7 @@ class DQN:
         self.optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True)
         batch = learnable(B, observation=3, done=0.0).update({"table": TABLES, "priority_weight": batch_weights})
         self.replay = Replay(batch)
-        self.update = dqn.make_update(config, self.replay, loss_module, target, self.optimizer, config.dqn.cagrad)
+        self.update = dqn.make_update(config, self.replay, loss_module, target, self.optimizer)
 
     def loss(self):
         torch.manual_seed(2)
