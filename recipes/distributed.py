@@ -4,12 +4,12 @@
     python -m recipes.distributed env=cartpole sampler=per num_collectors=4 num_shards=4
     python -m recipes.distributed algorithm=sac env=pendulum sampler=per
     python -m recipes.distributed address=auto num_collectors=32 num_envs=4 num_shards=8
-    python -m recipes.distributed resume=runs/distributed/cartpole/reaper/seed1-...
+    python -m recipes.distributed resume=runs/distributed/cartpole/reaper/seed1-... dqn.total_steps=100000
 
 Settings and updates are those of recipes.dqn, recipes.td3 or recipes.sac (conf/<algorithm>/<env>.yaml), with the same
 number of updates per env step. Collectors act with weights that are up to num_collectors batches old. The buffer is
 split between num_shards actors; draws follow the distribution of a single buffer. If the process of a shard ends, the
-run goes on, and the shard continues from the last checkpoint. Two runs with the same seed differ, because the order in
+run goes on, and the shard begins again empty. Two runs with the same seed differ, because the order in
 which collectors finish is not deterministic. Needs Ray (pip install "ray>=2.9").
 
 progress.csv has the columns of the algorithm's recipe; epsilon is the probability of a random action, also while TD3
