@@ -13,11 +13,13 @@ from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceE
 from torchrl_replay_ext.optim import AdamStep, clip_gradients
 from torchrl_replay_ext.samplers import (
     DecoupledSampler,
+    Draw,
     EventTableSampler,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
     RecencySampler,
+    ReplaySampler,
     TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.sharding import ShardedReplayBuffer, ShardWriter
@@ -36,6 +38,7 @@ __all__ = [
     "CompilableReplayBuffer",
     "CompilableTensorStorage",
     "DecoupledSampler",
+    "Draw",
     "Episodes",
     "EventSpec",
     "EventTableSampler",
@@ -48,6 +51,7 @@ __all__ = [
     "RankBasedSampler",
     "ReaPERSampler",
     "RecencySampler",
+    "ReplaySampler",
     "RetraceEstimator",
     "SeparateValueNetworks",
     "ShardWriter",

@@ -139,7 +139,7 @@ class Hyperparameter:
         self._assign(value, count, start, end, num_updates)
 
 
-def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperparameter]:
+def make_exponents(owner: str, /, **values: float | Anneal | Hyperparameter) -> dict[str, Hyperparameter]:
     """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
 
     Args:
@@ -148,10 +148,18 @@ def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperpa
 
     Returns:
         The hyperparameters by name.
+
+    Raises:
+        TypeError: if there is another name.
     """
     rules: dict[str, dict[str, Any]] = {
         "alpha": {"hint": "; use 0 for uniform sampling"},
         "omega": {"hint": "; use 0 for plain PER"},
         "beta": {"high": 1.0},
     }
-    return {name: Hyperparameter(owner, name, value, **rules.get(name, {})) for name, value in values.items()}
+    if unknown := values.keys() - rules:
+        raise TypeError(f"{owner}({min(unknown)}=...): there is no such argument; exponents are {', '.join(rules)}.")
+    return {
+        name: value if isinstance(value, Hyperparameter) else Hyperparameter(owner, name, value, **rules[name])
+        for name, value in values.items()
+    }

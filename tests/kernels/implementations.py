@@ -8,7 +8,7 @@ import torch
 
 from torchrl_replay_ext import Episodes, SumTree
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.write_log import WriteLog
+from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.kernels import ops
 from torchrl_replay_ext.samplers.rows import EpisodeReader
 
@@ -75,8 +75,8 @@ def plainly(function, *arguments):
 plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
 
 
-def a_log(size, lanes, assigned):
-    return WriteLog(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
+def some_slots(size, lanes, assigned):
+    return Slots(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
 
 
 def a_reader(lanes):

@@ -8,11 +8,11 @@ import torch
 
 from tests.kernels.implementations import (
     INTERPRETED,
-    a_log,
     a_reader,
     assert_equal,
     plainly,
     scramble,
+    some_slots,
     tensors_of,
 )
 from torchrl_replay_ext.core.episodes import EpisodeIndex
@@ -53,31 +53,32 @@ def random_writes(assigned, lanes, size):
 @pytest.mark.parametrize(("assigned", "lanes"), WRITTEN)
 def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     size = 42 if assigned else 18 * lanes
-    index = EpisodeIndex(a_log(size, lanes, assigned), a_reader(lanes))
+    index = EpisodeIndex(some_slots(size, lanes, assigned), a_reader(lanes))
     other = copy.deepcopy(index)
     for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size), 1):
         updated, d = torch.randint(-2, size + 2, (9,)), 100 * torch.rand(9)
         for each, call in ((index, plainly), (other, run)):
-            call(each.write, slots, torch.tensor([number / 8], dtype=torch.float64), marks, finished)
-            each._log.generation[slots] = number
-            each._log.num_writes.fill_(number)
-            each._log.last_seen_step.copy_(slots[-1] // each._log.layout.slots_per_step)
+            call(each.append, slots, torch.tensor([number / 8], dtype=torch.float64), marks, finished)
+            each._slots.generation[slots] = number
+            each._slots.num_writes.fill_(number)
+            each._slots.last_seen_step.copy_(slots[-1] // each._slots.layout.slots_per_step)
             call(partial(each.update, updated, d, stays_new=number % 3 == 0))
             if number == 7:
                 oldest = (slots[-1] + torch.arange(1, 1 + lanes)) % size
                 call(each.remove, oldest)
-                each._log.generation[oldest] = 0
+                each._slots.generation[oldest] = 0
             if number == 9:
                 call(each.before_full_overwrite)
-                each._log.generation.zero_()
+                each._slots.generation.zero_()
         assert_equal(index.tensors(), other.tensors())
         assert_equal(index.arrays(), other.arrays())
     assert int(other.lanes.interrupted) > 0
 
 
 def some_slices(size, lanes, *, assigned, padded, starts="any"):
-    arguments = {"reader": a_reader(lanes), "behaviour_keys": (), "pad": padded, "starts": starts}
-    return SliceStarts(a_log(size, lanes, assigned), slice_len=4, **arguments)
+    slices = SliceStarts(slice_len=4, reader=a_reader(lanes), behaviour_keys=(), pad=padded, starts=starts)
+    slices.allocate(some_slots(size, lanes, assigned))
+    return slices
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -89,13 +90,13 @@ def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded,
     index = some_slices(size, lanes, assigned=assigned, padded=padded, starts=starts)
     other = copy.deepcopy(index)
     for number, (slots, marks, _) in enumerate(random_writes(assigned, lanes, size), 1):
-        other._log.generation[slots] = number
+        other._slots.generation[slots] = number
         oldest = (slots[-1] + torch.arange(1, 1 + lanes)) % size
         for each, call in ((index, plainly), (other, run)):
-            call(each.write, slots, marks)
+            call(each.append, slots, marks)
             if number == 7:
                 call(each.remove, oldest)
-                other._log.generation[oldest] = 0
+                other._slots.generation[oldest] = 0
         assert_equal(index.tensors(), other.tensors())
         assert_equal(tensors_of(index.starts), tensors_of(other.starts))
         assert_equal(index.walk(slots), run(other.walk, slots))
@@ -106,20 +107,20 @@ def test_all_implementations_write_the_same_slices(run, assigned, lanes, padded,
 
 
 def test_all_implementations_refuse_the_same_trajectories(run):
-    index = EpisodeIndex(a_log(30, 2, assigned=True), a_reader(2))
+    index = EpisodeIndex(some_slots(30, 2, assigned=True), a_reader(2))
     no = torch.zeros(6, dtype=torch.bool)
     before = copy.deepcopy(index.tensors())
     one = torch.ones(1, dtype=torch.float64)
-    write = partial(index.write, torch.arange(6), one, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
+    write = partial(index.append, torch.arange(6), one, EpisodeMarks(no, torch.tensor([0, 1, 2] * 2)), no)
     with pytest.raises(ValueError, match=r"trajectory 1 continues .* num_streams=2"):
         run(write)
     assert_equal(before, index.tensors())
     marks = EpisodeMarks(no[:3], torch.tensor([0, 1, 2]))
     with pytest.warns(UserWarning, match="is closed at its last stored step"):
-        run(index.write, torch.arange(3), one, marks, no[:3])
+        run(index.append, torch.arange(3), one, marks, no[:3])
     assert int(index.lanes.interrupted) == 1
-    index._log.generation[:3] = 1
-    index._log.last_seen_step.fill_(2)
+    index._slots.generation[:3] = 1
+    index._slots.last_seen_step.fill_(2)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -127,7 +128,7 @@ def test_all_implementations_refuse_the_same_trajectories(run):
 def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
     for seed in range(3 if INTERPRETED else 20):
         lanes = 2 if assigned else 1
-        episodes = EpisodeIndex(a_log(120, lanes, assigned), a_reader(lanes))
+        episodes = EpisodeIndex(some_slots(120, lanes, assigned), a_reader(lanes))
         slices = some_slices(120, lanes, assigned=assigned, padded=False)
         torch.manual_seed(seed)
         for index in (episodes, slices):
@@ -135,8 +136,8 @@ def test_writes_stay_in_range_whatever_the_state_holds(run, assigned):
             scramble(*(state[name] for name in sorted(state.keys() - {"interrupted", "finished", "rows"})))
         marks = EpisodeMarks(torch.rand(12) < 0.5, torch.arange(12) // 3, None)
         slots = torch.randint(-5, 125, (12,))
-        run(episodes.write, slots, torch.rand(1, dtype=torch.float64), marks, marks.ended)
-        run(slices.write, slots, marks)
+        run(episodes.append, slots, torch.rand(1, dtype=torch.float64), marks, marks.ended)
+        run(slices.append, slots, marks)
         run(episodes.update, slots, torch.rand(12))
         run(episodes.remove, slots)
         walked, _ = run(slices.walk, torch.randint(-(2**50), 2**50, (20,)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.chi_square import p_value
-from tests.kernels.implementations import ROWS, a_log, a_reader, a_tree, scramble
+from tests.kernels.implementations import ROWS, a_reader, a_tree, scramble, some_slots
 from torchrl_replay_ext import SumTree
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.lanes import EpisodeMarks
@@ -16,8 +16,8 @@ from torchrl_replay_ext.kernels import ops
 def some_episodes(assigned=False, lanes=1):
     """An index whose ring has wrapped, with finished, ongoing and new episodes."""
     size, cursor = 300, 0
-    log = a_log(size, lanes, assigned)
-    index = EpisodeIndex(log, a_reader(lanes))
+    written = some_slots(size, lanes, assigned)
+    index = EpisodeIndex(written, a_reader(lanes))
     for number in range(1, 20):
         count = 12 * lanes
         slots = (cursor + torch.arange(count)) % size
@@ -25,10 +25,10 @@ def some_episodes(assigned=False, lanes=1):
         ended = (12 * number + step) % (9 + stream) == 0
         trajectory = (12 * number + step - 1) // (9 + stream) * lanes + stream if assigned else None
         marks = EpisodeMarks(ended=ended, trajectory=trajectory, initial=None)
-        index.write(slots, torch.ones(1, dtype=torch.float64), marks, finished=ended)
-        log.generation[slots] = number
-        log.num_writes.fill_(number)
-        log.last_seen_step.copy_(slots[-1] // log.layout.slots_per_step)
+        index.append(slots, torch.ones(1, dtype=torch.float64), marks, finished=ended)
+        written.generation[slots] = number
+        written.num_writes.fill_(number)
+        written.last_seen_step.copy_(slots[-1] // written.layout.slots_per_step)
         index.update(slots[::3], 2 * torch.rand(slots[::3].shape), stays_new=number % 4 == 0)
     return index
 

@@ -442,7 +442,7 @@ def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
     with pytest.raises(TypeError, match="a subclass of a sampler with TD errors expects them too"):
 
         class Own(ProportionalSampler):
-            expects_td_errors = False
+            takes_priorities = False
 
 
 @pytest.mark.parametrize("sampler", [RecencySampler(), TrajectoryRetraceSampler(8, slice_len=2, behaviour_keys=())])

@@ -216,7 +216,7 @@ def test_stats_count_the_tables():
     assert all(math.isfinite(value) for value in stats_.values())
     assert stats_["never_updated"] == 1
     rb = filled(retention="pinned", priority={"kind": "proportional"})
-    held = rb.sampler.state.distribution.stored_slots()
+    held = rb.sampler.stored_slots()
     assert 28 <= len(held) < 60
     rb.update_priority(held[:7], torch.ones(7))
     stats_ = rb.sampler.stats()

@@ -192,7 +192,7 @@ def test_a_sampler_is_the_anchor_of_one_sampler_only():
     TrajectoryRetraceSampler(20, slice_len=5, anchors=anchors)
     with pytest.raises(ValueError, match="this anchors= already belongs to another TrajectoryRetraceSampler"):
         TrajectoryRetraceSampler(20, slice_len=2, anchors=anchors)
-    assert len(anchors.state.observers) == 1
+    assert len(anchors.followers) == 1
 
 
 def test_uniform_anchors_take_no_priorities():

@@ -17,7 +17,7 @@ from torchrl.envs import Compose
 from torchrl_replay_ext._torchrl import count_sample, expands_draws, set_entries, stored_data
 from torchrl_replay_ext.buffers.sequences import CompilableSequence
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
@@ -254,7 +254,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "this buffer drew. The actor's batch of DecoupledSampler takes no priorities."
             )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
-        stamped = data.get(STAMP_KEY, None) is not None and getattr(sampler, "takes_stamps", False)
+        stamped = data.get(STAMP_KEY, None) is not None and getattr(sampler, "takes_priorities", False)
         if anchored or (stamped and data.ndim != 1):
             # TorchRL would take the largest TD error of each row of a batch [slices, steps]
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)

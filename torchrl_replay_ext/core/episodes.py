@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
+from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.kernels.ops import Views, episodes_remove, episodes_update, episodes_write, reaper_reliability
 
@@ -40,7 +40,7 @@ class EpisodeIndex(WriteObserver):
     All shapes are static, and no operation reads from an accelerator.
 
     Args:
-        log: the generations of the slots.
+        slots: the generations of the slots, and the priority of new transitions.
         reader: reads the ends of episodes.
     """
 
@@ -48,10 +48,10 @@ class EpisodeIndex(WriteObserver):
     # lower limit of the largest total in :meth:`reliability`: the largest total of other shards
     least_largest = 0
 
-    def __init__(self, log: WriteLog, reader: EpisodeReader):
-        self._log, self._reader = log, reader
-        steps, size, device = log.layout.steps, log.layout.size, log.layout.device
-        self.lanes = Lanes(log.layout, reader.num_streams)
+    def __init__(self, slots: Slots, reader: EpisodeReader):
+        self._slots, self._reader, layout = slots, reader, slots.layout
+        steps, size, device = layout.steps, layout.size, layout.device
+        self.lanes = Lanes(layout, reader.num_streams)
         num_lanes, assigned = self.lanes.num_lanes, self.lanes.assigned
         self._device, self._span, num_pages = device, steps, None
         if assigned:
@@ -99,15 +99,15 @@ class EpisodeIndex(WriteObserver):
         """The largest sum of the masses of an episode."""
         return int(self._episode_sums.max())
 
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Insert the rows of a write, or the new priorities of rows that were changed in place."""
+    def write(self, slots: Tensor, rows: RowView) -> None:
+        """Take in the rows of a write, or the new priorities of rows that were changed in place."""
         marks = self._reader.read(rows, needs_ids=self.lanes.assigned)
         finished = self._reader.finished(rows, marks.ended)
         if rows.is_rewrite:
             # the position of the transition in its episode does not change
-            self.update(slots, priority, stays_new=True)
+            self.update(slots, self._slots.largest, stays_new=True)
         else:
-            self.write(slots, priority, marks, finished)
+            self.append(slots, self._slots.largest, marks, finished)
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first.
@@ -127,7 +127,7 @@ class EpisodeIndex(WriteObserver):
         self._clear_content()
         self.lanes.end_all()
 
-    def write(self, slots: Tensor, d: Tensor, marks: EpisodeMarks, finished: Array) -> None:
+    def append(self, slots: Tensor, d: Tensor, marks: EpisodeMarks, finished: Array) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
@@ -139,7 +139,7 @@ class EpisodeIndex(WriteObserver):
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        rows = finished, d, self._log.num_writes
+        rows = finished, d, self._slots.num_writes
         self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
 
     def update(self, slots: Tensor, d: Tensor, *, stays_new: bool = False) -> None:
@@ -150,12 +150,12 @@ class EpisodeIndex(WriteObserver):
             d: their priorities, float [n], or [1] for all slots; see :meth:`SumTree.to_mass`.
             stays_new: if False (default), the transitions of the updated episodes are no longer new.
         """
-        number = slots[:0] if stays_new else self._log.num_writes
+        number = slots[:0] if stays_new else self._slots.num_writes
         episodes_update(slots.contiguous(), d, number, *self._sums())
 
     def arrays(self) -> list[Any]:
         """The arguments ``episodes`` of :mod:`torchrl_replay_ext.kernels.reaper`."""
-        return [*self._sums(), self.least_largest, self._log.views()[0]]
+        return [*self._sums(), self.least_largest, self._slots.generations()]
 
     def reliability(self, slots: Tensor) -> Tensor:
         """Reliability R of ``slots`` [n] that hold transitions, in [0, 1]; 1 for new transitions.
@@ -178,7 +178,7 @@ class EpisodeIndex(WriteObserver):
 
     def stats(self) -> dict[str, Tensor]:
         """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
-        slots = self._log.stored_slots()
+        slots = self._slots.stored()
         mean = self.reliability(slots).mean() if slots.numel() else torch.ones((), dtype=torch.float64)
         return {"reliability_mean": mean, "interrupted": self.lanes.interrupted.sum()}
 

@@ -56,7 +56,7 @@ class PairCounts(WriteObserver):
         self._hash.fill_(-1)
         self.rebuild()
 
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+    def write(self, slots: Tensor, rows: RowView) -> None:
         """Replace the transitions in some slots by new ones, which are in no event table yet."""
         why = "which the correction needs; pass the entries with the state and the action as pair_keys=."
         hashes = hash_rows([rows.entry(key, why) for key in self._keys]) & (2**63 - 1)

@@ -16,14 +16,13 @@ class WriteObserver:
     # True if the order of the writes matters: the buffer then needs a round-robin writer
     needs_order = False
 
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        """Insert the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
+    def write(self, slots: Tensor, rows: RowView) -> None:
+        """Take in the rows of a write. They replace what was in their slots, for which :meth:`remove` is not called.
 
         The write is recorded afterwards: generations and priorities are still those before it.
 
         Args:
             slots: int64 [n], in the order of writing, n <= number of slots.
-            priority: d of a new transition, float64 [1].
             rows: the rows at ``slots``.
 
         Raises:
@@ -34,10 +33,10 @@ class WriteObserver:
         """Remove ``slots`` [n], without duplicates, oldest first."""
 
     def before_full_overwrite(self) -> None:
-        """Called before a write with more rows than slots, of which only the last rows are inserted."""
+        """Called before a write with more rows than slots, of which only the last rows are written."""
 
     def before_ingest(self, count: int, next_slot: int) -> None:
-        """Called before ``count`` rows that the storage already holds are inserted; ``next_slot`` is written next."""
+        """Called before ``count`` rows that the storage already holds are written; ``next_slot`` is written next."""
 
     def clear(self) -> None:
         """Remove all slots."""

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from functools import partial
-from inspect import signature
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
-from torchrl_replay_ext.annealing import Anneal, make_exponents
-from torchrl_replay_ext.arguments import is_key, is_number, require_choice, require_integer
-from torchrl_replay_ext.core.event_spec import DEFAULT
+from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.arguments import require_choice
+from torchrl_replay_ext.compilation import is_traced, random_seed, uniform
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.functional.allocation import METHODS, Allocation
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.event_table_mixture import Correction, EventTableMixture
+from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.pair_counts import PairCounts
+from torchrl_replay_ext.functional.allocation import METHODS, Allocation, allocate
+from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
+from torchrl_replay_ext.samplers.bound_state import Setting
+from torchrl_replay_ext.samplers.entry_masses import EntryMasses
+from torchrl_replay_ext.samplers.event_table_arguments import (
+    Correction,
+    min_sizes,
+    priority_settings,
+    require_compatible,
+    require_correction,
+)
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
-from torchrl_replay_ext.samplers.proportional import ProportionalSampler
+from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
+from torchrl_replay_ext.samplers.rows import RowView
+from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums
 from torchrl_replay_ext.samplers.table_shares import TableShares
 
-_CORRECTIONS = (None, *get_args(Correction))
-# the entries of priority=, with the defaults of ProportionalSampler
-_PRIORITY = ("alpha", "beta", "eps", "td_error", "max_priority_within_buffer")
 
-
-class EventTableSampler(DistributionSampler):
+class EventTableSampler(ReplaySampler):
     r"""Draws batches from all event tables in fixed proportions (SSET, Kompella et al. 2022, Algorithm 1).
 
     A row comes from table k with probability η_k. Inside a table, transitions are drawn with replacement, either
@@ -98,6 +107,7 @@ class EventTableSampler(DistributionSampler):
         See :class:`~torchrl_replay_ext.EventTableWriter`.
     """
 
+    writes_in_graphs = False
     alpha = exponent("alpha", ALPHA, only_with="priority=")
     beta = exponent("beta", BETA, only_with="correction= or priority=")
 
@@ -115,42 +125,22 @@ class EventTableSampler(DistributionSampler):
     ):
         if not isinstance(tables, EventTables):
             raise TypeError(f"EventTableSampler: tables must be EventTables, not {type(tables).__name__}.")
-        require_choice("EventTableSampler", "allocation", allocation, METHODS)
-        require_choice("EventTableSampler", "correction", correction, _CORRECTIONS)
-        if correction is None and not (is_number(beta) and beta == 1):
-            raise ValueError(
-                f"EventTableSampler(beta={beta!r}): beta is the exponent of correction=; for the weights of priorities "
-                "pass priority=dict(kind=..., beta=...)."
-            )
-        if not (isinstance(pair_keys, (tuple, list)) and pair_keys and all(map(is_key, pair_keys))):
-            raise TypeError(
-                f"EventTableSampler(pair_keys={pair_keys!r}): pair_keys must be a tuple of the names of entries, "
-                "('observation', 'action') for example."
-            )
-        settings = _settings(priority)
-        _require_compatible(correction, tables, priority)
-        exponents = {name: settings.pop(name) for name in ("alpha", "beta") if name in settings}
+        self._allocation: Allocation = require_choice("EventTableSampler", "allocation", allocation, METHODS)
+        require_correction(correction, beta, pair_keys)
+        settings = priority_settings(priority)
+        require_compatible(correction, tables, priority)
         if correction is not None:
-            exponents["beta"] = beta
-        hyperparameters = make_exponents("EventTableSampler", **exponents)
+            settings["beta"] = beta
         self._shares = TableShares(tables.names, eta, may_anneal=correction != "priority")
         # the tables that the sampler draws from
-        self.tables, self._correction = tables, correction
-        make = partial(
-            EventTableMixture,
-            tables=tables,
-            shares=self._shares,
-            min_sizes=_min_sizes(min_size, tables),
-            allocation=allocation,
-            correction=correction,
-            pair_keys=tuple(pair_keys),
-            alpha=hyperparameters.get("alpha"),
-            beta=hyperparameters.get("beta"),
-        )
-        super().__init__(None, make, hyperparameters=hyperparameters, **settings)
+        self.tables, self._correction, self._pair_keys = tables, correction, tuple(pair_keys)
+        # minimum number of entries of each table, int64 [tables]; -1 stands for the batch size
+        self._min_sizes = min_sizes(min_size, tables)
+        self.takes_priorities = priority is not None
+        super().__init__(None, **settings)
 
     def _find_parts(self, storage: Storage) -> bool:
-        """Use the tables of the buffer's writer; returns True if the distribution must be created again."""
+        """Use the tables of the buffer's writer; returns True if the state must be allocated again."""
         tables = getattr(storage, STORAGE_ATTRIBUTE, None)
         if tables is None:
             raise RuntimeError(
@@ -164,10 +154,197 @@ class EventTableSampler(DistributionSampler):
                     "tables with the same arguments."
                 )
             self.tables = tables
-            make: Any = self.make
-            self.make = partial(make, tables=tables)
             return True
         return not self.layout.known
+
+    # --- writes and updates
+
+    def allocate(self, layout: Layout) -> None:
+        tables, shares = self.tables, self._shares
+        shares.to(layout.device)
+        alpha, self._pairs, self.parts = self.hyperparameters.get("alpha"), None, ()
+        if self._correction in ("conditional", "lemma2"):
+            self._pairs = PairCounts(layout.size, len(tables), self._pair_keys, device=layout.device)
+            self.parts = (self._pairs,)
+        is_by_share = self._correction == "priority"
+        self._masses = EntryMasses(
+            self.slots,
+            tables,
+            alpha=None if alpha is None else alpha.tensor,
+            shares=shares if is_by_share else None,
+            pairs=self._pairs,
+        )
+        # η of each table, which is changed in place later; with correction "priority" all rows come from the default
+        # table
+        default = torch.arange(len(tables), device=layout.device) == 0
+        self._eta = default.to(torch.float64) if is_by_share else shares.current
+        self._least = self._min_sizes.to(layout.device)
+        self._views = Views(self._eta, self._least, self._masses.view.begins)
+        # size of the last batch outside graphs: the default minimum size of a table for density()
+        self._batch_size = 1
+        # batch sizes for which the sizes of the tables were checked
+        self._known_sizes: set[int] = set()
+
+    @property
+    def max_supported_priority(self) -> float:
+        alpha = self.hyperparameters.get("alpha")
+        return MAX_PRIORITY if alpha is None else largest_priority(self._masses.tree, alpha)
+
+    def synchronize(self, storage: Storage | None) -> bool:
+        """Bring the state up to date with the storage and the tables; see the base class."""
+        in_graph = super().synchronize(storage)
+        if not in_graph:
+            self._masses.sync()
+        return in_graph
+
+    def before_ingest(self, count: int, next_slot: int) -> None:
+        self.tables.adopt(count, next_slot)
+
+    def write(self, slots: Tensor, rows: RowView) -> None:
+        if self.takes_priorities:
+            # the masses are computed from d before the write is recorded
+            self.slots.priority[slots] = -self.slots.largest.float()
+        self._masses.follow(slots)
+
+    def remove(self, slots: Tensor) -> None:
+        self.tables.remove(slots.cpu().numpy())
+        self._masses.sync()
+        if not self.tables.is_pinned:
+            # the default table has an entry for each slot
+            self._masses.tree.write(slots, 0)
+
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._masses.follow(slots)
+
+    def reweight(self, slots: Tensor | None) -> None:
+        slots = torch.arange(self.layout.size, device=self.layout.device) if slots is None else slots
+        self._masses.follow(self._masses.stored(slots))
+
+    # --- draws
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        if self.tables.is_pinned and _torchrl.draws_sequences(self, self._bound_storage):
+            raise ValueError(
+                f"{self.owner}: the buffer has sample_unit=Sequence(...), which reads consecutive slots; with "
+                "retention='pinned' consecutive slots are not consecutive steps. Use retention='ring'."
+            )
+        if not is_traced():
+            self._batch_size = count
+            if count not in self._known_sizes:
+                self._known_sizes.add(count)
+                self._warn_of_small_tables()
+        masses = self._masses
+        leaves, nodes, pages, _ = masses.tree.arrays()
+        masses.tree.raise_if_empty(nodes)
+        # 1 / w corrects for the priorities inside the tables only, or it is in proportion to the probability
+        is_mixed = self._correction is not None
+        shares, least, begins = self._views()
+        slot_at, places, counts, _ = masses.view.views()
+        table, eta = empty(leaves, count, torch.int64), empty(leaves, len(counts), torch.float64)
+        slots, density = empty(leaves, count, torch.int64), empty(leaves, count, torch.float64)
+        probability = empty(leaves, count, torch.float32)
+        events_draw(
+            random_seed(self.layout.device, generator),
+            *(shares, least, METHODS.index(self._allocation), leaves, nodes, pages, masses.is_uniform),
+            *(counts, begins, slot_at, places, is_mixed, table, eta, slots, density, probability),
+        )
+        if self._pairs is not None:
+            density = self._corrected(self._pairs, *map(as_tensor, (slots, density, eta)))
+        self.count_batch()
+        extras = {"table": as_tensor(table), "sample_probability": as_tensor(probability)}
+        if "beta" not in self.hyperparameters:
+            # 0 if nothing can be drawn
+            extras["priority_weight"] = (extras["sample_probability"] > 0).to(torch.float32)
+            return Draw(slots, extras=extras)
+        return Draw(slots, density, extras=extras)
+
+    def _corrected(self, pairs: PairCounts, slots: Tensor, probability: Tensor, eta: Tensor) -> Tensor:
+        """1 / w of ``slots`` [n] up to a factor, for the corrections that count transitions; float64 [n]."""
+        of_pair = pairs.of(slots)
+        if self._correction == "conditional":
+            per_entry = (eta / self._masses.view.counts.clamp_min(1)).unsqueeze(1)
+            result = of_pair[0] * probability / (of_pair[:-1] * per_entry).sum(0)
+        else:
+            event_share = 1 - eta[0]
+            inside = 1 - event_share * (1 - of_pair[-1] / of_pair[0])
+            result = torch.where(self._masses.in_events(slots), 1 / inside, 1 - event_share)
+        return torch.where(probability > 0, result, 0.0)
+
+    def _warn_of_small_tables(self) -> None:
+        """Warn of event tables with a share that are never drawn from because their capacity is too small."""
+        for number, least in enumerate(self._min_sizes.tolist()):
+            needed, name = self._batch_size if least < 0 else least, self.tables.names[number]
+            capacity = self.tables[name].capacity
+            if number and capacity < needed and self._eta[number] > 0:
+                warnings.warn(
+                    f"EventTableSampler: table {name!r} is never drawn from: it holds at most "
+                    f"{capacity} transitions and is used from {needed} on (min_size=, by default the batch size). Pass "
+                    "a smaller min_size= or a larger capacity=.",
+                    stacklevel=2,
+                )
+
+    def density(self, slots: Tensor) -> Tensor:
+        mass = self._masses.of_tables()
+        eta = self._used(self._masses.view.counts, mass, self._batch_size, self._eta)
+        return self._masses.mixture(slots, eta / mass.clamp_min(1))
+
+    def stored_slots(self) -> Tensor:
+        everything = torch.arange(self.layout.size, device=self.layout.device)
+        held = (self._masses.view.positions(everything) >= 0).any(0)
+        return everything[held & (self.slots.generation > 0)]
+
+    def _used(self, counts: Tensor, mass: Tensor, batch_size: int, eta: Tensor) -> Tensor:
+        """η of the tables that are used for a batch, with sum 1; see :func:`torchrl_replay_ext.kernels.events.draw`."""
+        needed = torch.where(self._least < 0, batch_size, self._least)
+        eta = eta * ((counts >= needed) & (mass > 0))
+        # if no table is used, rows come from the default table
+        eta = torch.where(eta.sum() > 0, eta, torch.eye(len(eta), dtype=eta.dtype, device=eta.device)[0])
+        return eta / eta.sum()
+
+    # --- draws from several shards: a table of the whole buffer is the union of the tables of the same name
+
+    def shard_sums(self) -> Sums:
+        if self._correction not in (None, "mixture"):
+            raise ValueError(
+                "this correction counts outcomes, which may lie in several shards; use correction=None or 'mixture'."
+            )
+        return Sums(self._masses.of_tables().double(), count=self._masses.view.counts.clone())
+
+    def rows_of_tables(
+        self, everywhere: Sums, batch_size: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        assert everywhere.count is not None
+        eta = self._used(everywhere.count, everywhere.mass, batch_size, self._shares.current)
+        u = uniform(batch_size if self._allocation == "multinomial" else 1, device=eta.device, generator=generator)
+        return allocate(eta, batch_size, self._allocation, u), eta
+
+    def draw_of_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        assert wanted.count is not None
+        tree, view = self._masses.tree, self._masses.view
+        ends = tree.prefix(view.begins)
+        totals = ends.diff()
+        table = torch.arange(len(totals), device=ends.device).repeat_interleave(wanted.rows * (totals > 0))
+        u = uniform(len(table), device=ends.device, generator=generator)
+        target = torch.minimum((u * totals[table]).to(torch.int64), totals[table] - 1)
+        position, mass = tree.find(ends[table] + target)
+        slots = view.slot_at[position].to(torch.int64)
+        # q_k(i) = probability · mass / total in the whole buffer
+        scale = wanted.probability / totals.clamp_min(1)
+        probability = self._masses.mixture(slots, wanted.eta * scale)
+        extras = {"table": table, "sample_probability": probability.float()}
+        if self._correction == "mixture":
+            return Draw(slots, probability, extras=extras)
+        if self.takes_priorities:
+            return Draw(slots, wanted.count[table] * mass * scale[table], extras=extras)
+        return Draw(slots, extras=extras | {"priority_weight": torch.ones_like(probability, dtype=torch.float32)})
+
+    # --- proportions of the tables
+
+    def count_batch(self) -> None:
+        beta = self.hyperparameters.get("beta")
+        if beta is not None and beta.annealed and not self.takes_priorities:
+            beta.step()
+        self._shares.step()
 
     @property
     def eta(self) -> dict[str, float]:
@@ -180,7 +357,7 @@ class EventTableSampler(DistributionSampler):
             before = self._shares.current.clone()
             self._shares.set(value)
             if self._correction == "priority" and not torch.equal(before, self._shares.current):
-                self.distribution.reweight(None)
+                self.reweight(None)
 
     @property
     def event_share(self) -> float:
@@ -191,59 +368,22 @@ class EventTableSampler(DistributionSampler):
     def event_share(self, value: float) -> None:
         self.eta = self._shares.with_event_share(value)
 
+    # --- state
 
-def _require_compatible(correction: Correction | None, tables: EventTables, priority: Mapping[str, Any] | None) -> None:
-    """ValueError if the tables, their priorities and the correction cannot be combined."""
-    if correction is None:
-        return
-    if tables.is_pinned:
-        raise ValueError(
-            f"EventTableSampler(correction={correction!r}): a correction needs tables of retention='ring', because "
-            "pinned tables store transitions with events for longer than others. Use retention='ring' or "
-            "correction=None."
-        )
-    if correction != "mixture" and priority is not None:
-        raise ValueError(
-            f"EventTableSampler(correction={correction!r}): this correction does not support priorities inside "
-            "tables; use correction='mixture' or priority=None."
-        )
-    if priority is not None and "beta" in priority:
-        raise ValueError(
-            f"EventTableSampler(correction={correction!r}): its exponent is beta=; remove 'beta' from priority."
-        )
+    def settings(self) -> dict[str, Setting]:
+        """The hyperparameters and η of each table."""
+        return {**super().settings(), "eta": self._shares}
 
+    def clear(self) -> None:
+        self._masses.clear()
 
-def _settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries of ``priority`` with their defaults, checked."""
-    settings = {"eps": 1e-6, "td_error": "squared"}
-    if priority is None:
-        return settings
-    if not isinstance(priority, Mapping):
-        raise TypeError(
-            f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
-        )
-    given = dict(priority)
-    if given.pop("kind", None) != "proportional":
-        raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind must be 'proportional'; priorities by rank and of "
-            "ReaPER work without event tables only."
-        )
-    if unknown := set(given) - set(_PRIORITY):
-        raise ValueError(
-            f"EventTableSampler(priority={dict(priority)}): kind='proportional' has the entries "
-            f"{', '.join(_PRIORITY)}, not {', '.join(sorted(map(str, unknown)))}."
-        )
-    defaults = signature(ProportionalSampler).parameters
-    return settings | {name: defaults[name].default for name in _PRIORITY} | given
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
 
+    def rebuild(self) -> None:
+        self._masses.rebuild()
 
-def _min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
-    """The value of d for each table; -1 stands for the batch size."""
-    given: Any = {} if min_size is None else min_size
-    if not isinstance(given, Mapping):
-        given = dict.fromkeys(tables.names[1:], min_size)
-    if unknown := set(given) - set(tables.names):
-        raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
-    for name, value in given.items():
-        require_integer("EventTableSampler", f"min_size[{name!r}]", value)
-    return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names], device="cpu")
+    def own_stats(self) -> dict[str, Tensor]:
+        names, eta = self.tables.names, self._shares.current
+        stats = {f"size_{name}": size for name, size in zip(names, self._masses.view.counts, strict=True)}
+        return stats | {f"eta_{name}": share for name, share in zip(names, eta, strict=True)}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
+from torchrl_replay_ext.samplers.base import ReplaySampler
 
 ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
 
@@ -27,17 +27,16 @@ def exponent(name: str, doc: str, *, only_with: str = "") -> Any:
         only_with: the argument without which the sampler does not have the hyperparameter. Default: none.
     """
 
-    def require(sampler: DistributionSampler) -> None:
+    def require(sampler: ReplaySampler) -> None:
         if name not in sampler.hyperparameters:
             raise AttributeError(f"{type(sampler).__name__}.{name}: this sampler has no {name}; it needs {only_with}.")
 
-    def get(sampler: DistributionSampler) -> float:
+    def get(sampler: ReplaySampler) -> float:
         require(sampler)
         return float(sampler.hyperparameters[name].value)
 
-    def set_(sampler: DistributionSampler, value: float | Tensor | Anneal) -> None:
+    def set_(sampler: ReplaySampler, value: float | Tensor | Anneal) -> None:
         require(sampler)
-        with sampler.exclusive():
-            sampler.state.set_hyperparameter(name, value)
+        sampler.set_hyperparameter(name, value)
 
     return property(get, set_, doc=doc)

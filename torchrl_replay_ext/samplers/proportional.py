@@ -3,61 +3,62 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
+from torchrl_replay_ext.annealing import Anneal, Hyperparameter
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
 from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform, where_int64
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, Sums
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
+from torchrl_replay_ext.samplers.shard_draws import Sums
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.
 MAX_PRIORITY = 1e30
 
 
-class PowerDistribution(Distribution):
-    """Base class of distributions that draw from a sum tree of the masses d^α.
+def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
+    """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
+    # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
+    return min(tree.max_supported_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
+
+
+class PowerSampler(ReplaySampler):
+    """Base class of samplers that draw from a sum tree of the masses d^α.
 
     The kernels of writes and updates set the masses, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
-
-    Args:
-        log, priorities: the state of the slots.
-        alpha: the exponent.
-        track_min: keep track of the smallest mass. Default: False.
     """
 
-    def __init__(self, log: WriteLog, priorities: Priorities, alpha: Hyperparameter, *, track_min: bool = False):
-        self._log, self._priorities, self._alpha = log, priorities, alpha
-        self._size = log.layout.size
-        self._tree = SumTree(self._size, track_min=track_min, device=log.layout.device)
-        self.power_masses = self._tree.powers(alpha.tensor)
+    # True if the sampler needs the smallest mass
+    _tracks_min = False
+
+    def allocate(self, layout: Layout) -> None:
+        alpha = self.hyperparameters["alpha"]
+        self._tree = SumTree(layout.size, track_min=self._tracks_min, device=layout.device)
+        self.slots.set_masses(self._tree.powers(alpha.tensor))
 
     @property
     def max_supported_priority(self) -> float:
-        return largest_priority(self._tree, self._alpha)
+        return largest_priority(self._tree, self.hyperparameters["alpha"])
 
     def density(self, slots: Tensor) -> Tensor:
         return self._tree.get(slots).double()
 
     def reweight(self, slots: Tensor | None) -> None:
-        generation, priority = self._log.generation, self._priorities.of_slot
+        generation, priority, alpha = self.slots.generation, self.slots.priority, self.hyperparameters["alpha"]
         if slots is None:
             # float64, because above 1 the rounding of a float32 exceeds a unit of mass
-            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** self._alpha.tensor[0])
-            self._tree.leaves[: self._size] = mass * (generation > 0)
+            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** alpha.tensor[0])
+            self._tree.leaves[: self.layout.size] = mass * (generation > 0)
             self._tree.rebuild_()
             return
         in_use = gather_in_bounds(generation, slots) > 0
         priority = gather_in_bounds(priority, slots).abs()
-        self._tree.write_power(where_int64(in_use, slots, -1), priority, self._alpha.views()[0])
+        self._tree.write_power(where_int64(in_use, slots, -1), priority, alpha.views()[0])
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)
@@ -72,48 +73,7 @@ class PowerDistribution(Distribution):
         self._tree.rebuild_()
 
 
-def largest_priority(tree: SumTree, alpha: Hyperparameter) -> float:
-    """The largest d whose d^α fits into ``tree``, at most :data:`MAX_PRIORITY`."""
-    # with a smaller α the power may overflow; it exceeds MAX_PRIORITY already
-    return min(tree.max_supported_priority ** (1 / max(alpha.bound, 0.05)), MAX_PRIORITY)
-
-
-class Proportional(PowerDistribution):
-    """P(i) = d_i^α / Σ_k d_k^α.
-
-    Args:
-        log, priorities: the state of the slots.
-        alpha: the exponent.
-        stratified: draw one slot from each of B segments of equal mass.
-        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
-    """
-
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities,
-        *,
-        alpha: Hyperparameter,
-        stratified: bool,
-        weight_norm: WeightNorm,
-    ):
-        self._draw_numbers = stratified_uniform if stratified else uniform
-        self._tracks_min = weight_norm == "buffer"
-        super().__init__(log, priorities, alpha, track_min=self._tracks_min)
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        u = self._draw_numbers(batch_size, device=self._log.layout.device, generator=generator)
-        slots, mass, minima = self._tree.walk(u)
-        return Draw(slots, mass, minima if self._tracks_min else None)
-
-    def sums(self) -> Sums:
-        total, smallest = self._tree.total().double(), None
-        if self._tracks_min:
-            smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
-        return Sums(total.reshape(1), smallest)
-
-
-class ProportionalSampler(DistributionSampler):
+class ProportionalSampler(PowerSampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).
 
     P(i) = d_i^α / Σ_k d_k^α with d_i = \|δ_i\| + eps, and w_i = (N · P(i))^−β divided by the largest weight. New
@@ -180,15 +140,25 @@ class ProportionalSampler(DistributionSampler):
         min_priority: float = 0.0,
     ):
         name = "ProportionalSampler"
-        require_bool(name, "stratified", stratified)
-        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
-        hyperparameters = make_exponents(name, alpha=alpha, beta=beta)
+        self._stratified = require_bool(name, "stratified", stratified)
+        self._tracks_min = require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm)) == "buffer"
         super().__init__(
             capacity,
-            partial(Proportional, alpha=hyperparameters["alpha"], stratified=stratified, weight_norm=weight_norm),
-            hyperparameters=hyperparameters,
+            alpha=alpha,
+            beta=beta,
             eps=eps,
             min_priority=min_priority,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
         )
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        numbers = stratified_uniform if self._stratified else uniform
+        slots, mass, minima = self._tree.walk(numbers(count, device=self.layout.device, generator=generator))
+        return Draw(slots, mass, minima if self._tracks_min else None)
+
+    def shard_sums(self) -> Sums:
+        total, smallest = self._tree.total().double(), None
+        if self._tracks_min:
+            smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
+        return Sums(total.reshape(1), smallest)

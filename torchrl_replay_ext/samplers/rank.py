@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
+from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
 from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.rank_buckets import RankBuckets
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, rank_tabulate
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
+from torchrl_replay_ext.samplers.rows import RowView
 
 # An annealed alpha is applied in steps of this size.
 STEP = 0.01
@@ -25,125 +23,19 @@ STEP = 0.01
 Segments = Literal["exact", "piecewise"]
 
 
-class RankBased(Distribution):
-    """P(i) = rank(i)^−α / Σ_r r^−α; see :class:`~torchrl_replay_ext.RankBasedSampler`.
+def piecewise_density(rank: Tensor, begin: Tensor, width: Tensor) -> Tensor:
+    """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
 
-    Args:
-        log, priorities: the state of the slots.
-        alpha: the exponent.
-        stratified: draw one slot from each of B segments of equal probability.
-        segments: ``"exact"``: segments follow P exactly. ``"piecewise"``: the paper's approximation.
-        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
+    ``begin`` and ``width``: the first rank and the number of ranks of each segment.
     """
-
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities,
-        *,
-        alpha: Hyperparameter,
-        stratified: bool,
-        segments: Segments,
-        weight_norm: WeightNorm,
-    ):
-        self._log, self._priorities, self._alpha = log, priorities, alpha
-        self._segments, self._weight_norm = segments, weight_norm
-        self._draw_numbers = stratified_uniform if stratified else uniform
-        size, self._device = log.layout.size, log.layout.device
-        self._ranks = RankBuckets(size, self._device)
-        # Σ_{r≤k} r^-alpha, and the alpha of this table
-        self._cumulative = torch.zeros(size, dtype=torch.float64, device=self._device)
-        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=self._device)
-        self._views = Views(self._cumulative, self._table_alpha)
-        self._tabulate(alpha.tensor, 0.0)
-        # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
-        self._num_segments = 0
-
-    def _tabulate(self, alpha: Tensor, step: float) -> None:
-        rank_tabulate(self._cumulative, self._table_alpha, alpha, step)
-
-    def _prepare(self) -> None:
-        """Bring ranks and alpha up to date before a draw."""
-        self._ranks.refresh()
-        if self._alpha.annealed:
-            self._tabulate(self._alpha.tensor, STEP)
-
-    def clear(self) -> None:
-        self._ranks.clear()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
-
-    def rebuild(self) -> None:
-        self._ranks.rebuild(self._priorities.of_slot, self._log.generation > 0)
-        self._tabulate(self._table_alpha.clone(), 0.0)
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        self._ranks.insert(slots)
-
-    def remove(self, slots: Tensor) -> None:
-        self._ranks.remove(slots)
-
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._ranks.update(slots, priority)
-
-    def reweight(self, slots: Tensor | None) -> None:
-        if slots is None:
-            self._tabulate(self._alpha.tensor, 0.0)
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        self._prepare()
-        u = self._draw_numbers(batch_size, device=self._device, generator=generator)
-        if self._segments == "exact":
-            slots, density, smallest = self._ranks.draw(u, *self._views())
-        else:
-            slots, density, smallest = self._draw_piecewise(u)
-        return Draw(slots, density, None if self._weight_norm == "batch" else smallest)
-
-    def _draw_piecewise(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self._num_segments = count = u.shape[0]
-        begin, width = self._bounds(count)
-        scaled = u * count
-        segment = scaled.to(torch.int64).clamp_max(count - 1)
-        within = (scaled - segment) * gather_in_bounds(width, segment)
-        rank = gather_in_bounds(begin, segment) + within.to(torch.int64)
-        # if nothing can be drawn, the rank is -1, which finds slot 0
-        density = self._piecewise_density(rank.clamp_min(0), begin, width) * (rank >= 0)
-        return self._ranks.find(rank), density, self._piecewise_density(begin, begin, width).amin().reshape(1)
-
-    def _bounds(self, count: int) -> tuple[Tensor, Tensor]:
-        """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
-        num = self._ranks.total()
-        parts = torch.arange(1, count + 1, dtype=torch.float64, device=self._device) / count
-        total = gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
-        # a boundary that lies on the end of a rank must not include the next rank because of rounding
-        ends = torch.searchsorted(self._cumulative, parts * total * (1 - 1e-12)) + 1
-        # the last segment ends with the last rank, however small its probability
-        ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
-        begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
-        return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
-
-    @staticmethod
-    def _piecewise_density(rank: Tensor, begin: Tensor, width: Tensor) -> Tensor:
-        """A number proportional to the probability of each ``rank`` [n], counted from 0; float64 [n].
-
-        ``begin`` and ``width``: the segments, see :meth:`_bounds`.
-        """
-        # a rank lies in consecutive segments: the first has any width, the others contain only this rank
-        first = torch.searchsorted(begin + width, rank, right=True)
-        end = torch.searchsorted(begin, rank, right=True)
-        first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))
-        return 1 / first_width.to(torch.float64) + (end - first - 1)
-
-    def density(self, slots: Tensor) -> Tensor:
-        self._prepare()
-        if not self._num_segments:
-            return self._ranks.density(slots, self._table_alpha)
-        rank = self._ranks.rank_of(slots)
-        return self._piecewise_density(rank.clamp_min(0), *self._bounds(self._num_segments)) * (rank >= 0)
+    # a rank lies in consecutive segments: the first has any width, the others contain only this rank
+    first = torch.searchsorted(begin + width, rank, right=True)
+    end = torch.searchsorted(begin, rank, right=True)
+    first_width = gather_in_bounds(width, first.clamp_max(len(width) - 1))
+    return 1 / first_width.to(torch.float64) + (end - first - 1)
 
 
-class RankBasedSampler(DistributionSampler):
+class RankBasedSampler(ReplaySampler):
     r"""Draws transitions by the rank of their TD error (Schaul et al. 2016, rank-based variant).
 
     P(i) = rank(i)^−α / Σ_{r≤N} r^−α, where rank 1 is the largest \|δ\| of the N stored transitions, and
@@ -205,19 +97,91 @@ class RankBasedSampler(DistributionSampler):
         weight_norm: WeightNorm = "buffer",
     ):
         name = "RankBasedSampler"
-        require_choice(name, "segments", segments, get_args(Segments))
-        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
-        require_bool(name, "stratified", stratified)
-        hyperparameters = make_exponents(name, alpha=alpha, beta=beta)
-        super().__init__(
-            capacity,
-            partial(
-                RankBased,
-                alpha=hyperparameters["alpha"],
-                stratified=stratified,
-                segments=segments,
-                weight_norm=weight_norm,
-            ),
-            hyperparameters=hyperparameters,
-            td_error=td_error,
-        )
+        self._segments = require_choice(name, "segments", segments, get_args(Segments))
+        self._weight_norm = require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
+        self._stratified = require_bool(name, "stratified", stratified)
+        super().__init__(capacity, alpha=alpha, beta=beta, td_error=td_error)
+
+    def allocate(self, layout: Layout) -> None:
+        size, device = layout.size, layout.device
+        self._ranks = RankBuckets(size, device)
+        # Σ_{r≤k} r^-alpha, and the alpha of this table
+        self._cumulative = torch.zeros(size, dtype=torch.float64, device=device)
+        self._table_alpha = torch.zeros(1, dtype=torch.float64, device=device)
+        self._views = Views(self._cumulative, self._table_alpha)
+        self._tabulate(self.hyperparameters["alpha"].tensor, 0.0)
+        # piecewise: size of the last batch, which is the number of segments; 0 (exact probabilities) before the first
+        self._num_segments = 0
+
+    def write(self, slots: Tensor, rows: RowView) -> None:
+        self._ranks.insert(slots)
+
+    def remove(self, slots: Tensor) -> None:
+        self._ranks.remove(slots)
+
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._ranks.update(slots, priority)
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        self._prepare()
+        numbers = stratified_uniform if self._stratified else uniform
+        u = numbers(count, device=self.layout.device, generator=generator)
+        if self._segments == "exact":
+            slots, density, smallest = self._ranks.draw(u, *self._views())
+        else:
+            slots, density, smallest = self._draw_piecewise(u)
+        return Draw(slots, density, None if self._weight_norm == "batch" else smallest)
+
+    def density(self, slots: Tensor) -> Tensor:
+        self._prepare()
+        if not self._num_segments:
+            return self._ranks.density(slots, self._table_alpha)
+        rank = self._ranks.rank_of(slots)
+        return piecewise_density(rank.clamp_min(0), *self._bounds(self._num_segments)) * (rank >= 0)
+
+    def reweight(self, slots: Tensor | None) -> None:
+        if slots is None:
+            self._tabulate(self.hyperparameters["alpha"].tensor, 0.0)
+
+    def _tabulate(self, alpha: Tensor, step: float) -> None:
+        rank_tabulate(self._cumulative, self._table_alpha, alpha, step)
+
+    def _prepare(self) -> None:
+        """Bring ranks and alpha up to date before a draw."""
+        self._ranks.refresh()
+        alpha = self.hyperparameters["alpha"]
+        if alpha.annealed:
+            self._tabulate(alpha.tensor, STEP)
+
+    def _draw_piecewise(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self._num_segments = count = u.shape[0]
+        begin, width = self._bounds(count)
+        scaled = u * count
+        segment = scaled.to(torch.int64).clamp_max(count - 1)
+        within = (scaled - segment) * gather_in_bounds(width, segment)
+        rank = gather_in_bounds(begin, segment) + within.to(torch.int64)
+        # if nothing can be drawn, the rank is -1, which finds slot 0
+        density = piecewise_density(rank.clamp_min(0), begin, width) * (rank >= 0)
+        return self._ranks.find(rank), density, piecewise_density(begin, begin, width).amin().reshape(1)
+
+    def _bounds(self, count: int) -> tuple[Tensor, Tensor]:
+        """For each of ``count`` segments, the first rank, counted from 0, and the number of ranks; int64 [count]."""
+        num = self._ranks.total()
+        parts = torch.arange(1, count + 1, dtype=torch.float64, device=num.device) / count
+        total = gather_in_bounds(self._cumulative, (num - 1).clamp_min(0).reshape(1))
+        # a boundary that lies on the end of a rank must not include the next rank because of rounding
+        ends = torch.searchsorted(self._cumulative, parts * total * (1 - 1e-12)) + 1
+        # the last segment ends with the last rank, however small its probability
+        ends = torch.maximum(torch.minimum(ends, num), num * (parts == 1))
+        begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+        return torch.minimum(begins, ends - 1), (ends - begins).clamp_min(1)
+
+    def clear(self) -> None:
+        self._ranks.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"table_alpha": self._table_alpha, **self._ranks.tensors()}
+
+    def rebuild(self) -> None:
+        self._ranks.rebuild(self.slots.priority, self.slots.generation > 0)
+        self._tabulate(self._table_alpha.clone(), 0.0)

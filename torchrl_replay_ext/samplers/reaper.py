@@ -2,119 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import get_args
 
 import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
+from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice
 from torchrl_replay_ext.compilation import random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.streams import Episodes
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import empty, reaper_draw, reaper_smallest
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Draw, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import Draw
 from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
-from torchrl_replay_ext.samplers.proportional import PowerDistribution
+from torchrl_replay_ext.samplers.proportional import PowerSampler
 from torchrl_replay_ext.samplers.rows import EpisodeReader, Truncated
+from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums
 
 
-class ReliabilityAdjusted(PowerDistribution):
-    """P(i) = Ψ_i / Σ Ψ, Ψ = R^ω d^α, by rejection: proposals follow d^α and are accepted with probability R^ω.
-
-    Args:
-        log, priorities: the state of the slots.
-        alpha: the exponent of d.
-        omega: the exponent of R.
-        reader: reads the ends of episodes.
-        weight_norm: ``"buffer"`` or ``"batch"``: weights are divided by the largest weight of the buffer or batch.
-    """
-
-    def __init__(
-        self,
-        log: WriteLog,
-        priorities: Priorities,
-        *,
-        alpha: Hyperparameter,
-        omega: Hyperparameter,
-        reader: EpisodeReader,
-        weight_norm: WeightNorm,
-    ):
-        super().__init__(log, priorities, alpha)
-        self._weight_norm, self._device, self._omega = weight_norm, log.layout.device, omega
-        self._episodes = EpisodeIndex(log, reader)
-        self.parts = (self._episodes,)
-        # running mean of R^ω over the masses, for draws from several shards; 0: it was not computed yet
-        self._acceptance = 0.0
-
-    @property
-    def max_supported_priority(self) -> float:
-        return min(super().max_supported_priority, self._episodes.max_supported_priority)
-
-    def update(self, slots: Tensor, priority: Tensor) -> None:
-        self._episodes.update(slots, priority)
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        arrays = self._tree.arrays()
-        self._tree.raise_if_empty(arrays[1])
-        slots, density = empty(arrays[0], batch_size, torch.int64), empty(arrays[0], batch_size, torch.float64)
-        seed, omega = random_seed(self._device, generator), self._omega.views()[0]
-        reaper_draw(seed, omega, *arrays, slots, density, *self._episodes.arrays())
-        return Draw(slots, density, self._smallest())
-
-    def _factor(self, slots: Tensor) -> Tensor:
-        """R^ω of ``slots`` [n], float64 [n]."""
-        return self._episodes.reliability(slots) ** self._omega.tensor[0]
-
-    def _smallest(self) -> Tensor | None:
-        """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
-        if self._weight_norm == "batch":
-            return None
-        result = torch.empty(1, dtype=torch.float64, device=self._device)
-        masses = self._tree.leaves[: self._size]
-        reaper_smallest(masses, self._omega.views()[0], result, *self._episodes.arrays())
-        return result
-
-    def sums(self) -> Sums:
-        total, smallest = self._tree.total().double(), self._smallest()
-        if total and not self._acceptance:
-            self._acceptance = self._mean_factor(None)
-        return Sums(
-            total.reshape(1) * self._acceptance,
-            None if smallest is None else smallest[0],
-            largest_episode=self._episodes.largest_total(),
-        )
-
-    def _mean_factor(self, generator: torch.Generator | None) -> float:
-        """The mean R^ω of 256 slots that are drawn by their masses."""
-        slots, _ = self._tree.draw(uniform(256, device=self._device, generator=generator))
-        return self._factor(slots).mean().item()
-
-    def draw_in_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        drawn = super().draw_in_shard(wanted, generator)
-        self._acceptance += 0.1 * (self._mean_factor(generator) - self._acceptance)
-        return drawn
-
-    def note_other_shards(self, largest_episode: int) -> None:
-        # F of Eq. 16
-        self._episodes.least_largest = largest_episode
-
-    def density(self, slots: Tensor) -> Tensor:
-        return super().density(slots) * self._factor(slots)
-
-    def stats(self) -> dict[str, Tensor]:
-        slots = self._log.stored_slots()
-        total = self._tree.total()
-        rate = self.density(slots).sum() / total if total else torch.ones((), dtype=torch.float64)
-        return {"acceptance_rate": rate, **self._episodes.stats()}
-
-
-class ReaPERSampler(DistributionSampler):
+class ReaPERSampler(PowerSampler):
     r"""Draws transitions by TD error, adjusted for how reliable their target is (Pleiss et al., arXiv 2506.18482).
 
     With d_t = \|δ_t\| + eps for the stored transitions t = 1..n of an episode, in time order::
@@ -226,21 +134,85 @@ class ReaPERSampler(DistributionSampler):
         episodes: Episodes | None = None,
     ):
         name = "ReaPERSampler"
-        require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
-        hyperparameters = make_exponents(name, alpha=alpha, beta=beta, omega=omega)
-        reader = EpisodeReader(name, episodes, truncated=truncated, terminated_key=terminated_key)
+        self._weight_norm = require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
+        self._reader = EpisodeReader(name, episodes, truncated=truncated, terminated_key=terminated_key)
         super().__init__(
             capacity,
-            partial(
-                ReliabilityAdjusted,
-                alpha=hyperparameters["alpha"],
-                omega=hyperparameters["omega"],
-                reader=reader,
-                weight_norm=weight_norm,
-            ),
-            hyperparameters=hyperparameters,
+            alpha=alpha,
+            beta=beta,
+            omega=omega,
             eps=eps,
             td_error=td_error,
             max_priority_within_buffer=max_priority_within_buffer,
         )
-        self.readers.append(reader)
+        self.episode_readers.append(self._reader)
+
+    def allocate(self, layout: Layout) -> None:
+        super().allocate(layout)
+        self._episodes = EpisodeIndex(self.slots, self._reader)
+        self.parts = (self._episodes,)
+        # running mean of R^ω over the masses, for draws from several shards; 0: it was not computed yet
+        self._acceptance = 0.0
+
+    @property
+    def max_supported_priority(self) -> float:
+        return min(super().max_supported_priority, self._episodes.max_supported_priority)
+
+    def update(self, slots: Tensor, priority: Tensor) -> None:
+        self._episodes.update(slots, priority)
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        # proposals follow d^α, and are accepted with probability R^ω
+        arrays = self._tree.arrays()
+        self._tree.raise_if_empty(arrays[1])
+        slots, density = empty(arrays[0], count, torch.int64), empty(arrays[0], count, torch.float64)
+        seed, omega = random_seed(self.layout.device, generator), self.hyperparameters["omega"].views()[0]
+        reaper_draw(seed, omega, *arrays, slots, density, *self._episodes.arrays())
+        return Draw(slots, density, self._smallest())
+
+    def density(self, slots: Tensor) -> Tensor:
+        return super().density(slots) * self._factor(slots)
+
+    def _factor(self, slots: Tensor) -> Tensor:
+        """R^ω of ``slots`` [n], float64 [n]."""
+        return self._episodes.reliability(slots) ** self.hyperparameters["omega"].tensor[0]
+
+    def _smallest(self) -> Tensor | None:
+        """The smallest Ψ > 0 in the buffer; None if weights are normalised over the batch."""
+        if self._weight_norm == "batch":
+            return None
+        result = torch.empty(1, dtype=torch.float64, device=self.layout.device)
+        masses = self._tree.leaves[: self.layout.size]
+        reaper_smallest(masses, self.hyperparameters["omega"].views()[0], result, *self._episodes.arrays())
+        return result
+
+    def own_stats(self) -> dict[str, Tensor]:
+        total = self._tree.total()
+        rate = self.density(self.slots.stored()).sum() / total if total else torch.ones((), dtype=torch.float64)
+        return {"acceptance_rate": rate, **self._episodes.stats()}
+
+    # --- draws from several shards
+
+    def shard_sums(self) -> Sums:
+        total, smallest = self._tree.total().double(), self._smallest()
+        if total and not self._acceptance:
+            self._acceptance = self._mean_factor(None)
+        return Sums(
+            total.reshape(1) * self._acceptance,
+            None if smallest is None else smallest[0],
+            largest_episode=self._episodes.largest_total(),
+        )
+
+    def _mean_factor(self, generator: torch.Generator | None) -> float:
+        """The mean R^ω of 256 slots that are drawn by their masses."""
+        slots, _ = self._tree.draw(uniform(256, device=self.layout.device, generator=generator))
+        return self._factor(slots).mean().item()
+
+    def draw_of_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
+        drawn = super().draw_of_shard(wanted, generator)
+        self._acceptance += 0.1 * (self._mean_factor(generator) - self._acceptance)
+        return drawn
+
+    def note_largest_episode(self, total: int) -> None:
+        # F of Eq. 16
+        self._episodes.least_largest = total

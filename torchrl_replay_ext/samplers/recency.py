@@ -3,73 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import as_number
-from torchrl_replay_ext.compilation import raise_if, uniform
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.compilation import uniform
+from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.core.write_log import WriteLog
-from torchrl_replay_ext.samplers.adapter import DistributionSampler
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
+from torchrl_replay_ext.samplers.rows import RowView
 
 
-class Recency(Distribution):
-    """P(k) = (1 − q) q^k / (1 − q^N) for the ages k = 0, ..., N − 1 of the stored slots; q = 2^(−1 / half_life)."""
-
-    needs_order, takes_priorities = True, False
-
-    def __init__(self, log: WriteLog, priorities: Priorities, *, half_life: float):
-        self._log, self._lanes, self._half_life = log, log.layout.slots_per_step, half_life
-        self._tree = SumTree(log.layout.size, device=log.layout.device)  # mass 1 for each stored slot
-        self._end = torch.zeros(1, dtype=torch.int64, device=log.layout.device)  # the slot after the newest step
-
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
-        if not rows.is_rewrite:
-            self._end.copy_((slots[-1:] // self._lanes + 1) * self._lanes)
-        self._tree.write(slots, torch.ones_like(slots))
-
-    def remove(self, slots: Tensor) -> None:
-        self._tree.write(slots, 0)
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        total = self._tree.total()
-        message = "RecencySampler: no stored transition can be drawn; write to the buffer first."
-        raise_if(lambda: total == 0, lambda: RuntimeError(message), skip_on=self._log.layout.skip_checks_on)
-        u = uniform(batch_size, device=total.device, generator=generator)
-        rate = math.log(2) / self._half_life
-        # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
-        real = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
-        age = torch.minimum(real.to(torch.int64), total - 1)
-        rank = self._tree.prefix(self._end) - 1 - age
-        # if nothing can be drawn, the rank is -1, which finds slot 0
-        slots, mass = self._tree.find(torch.minimum(rank + total * (rank < 0), total - 1))
-        smallest = self._decay(total - 1).clamp_min(2.0**-1022)  # must not underflow
-        return Draw(slots, self._decay(age) * mass, smallest.reshape(1))
-
-    def density(self, slots: Tensor) -> Tensor:
-        age = (self._tree.prefix(self._end) - 1 - self._tree.prefix(slots)) % self._tree.total().clamp_min(1)
-        return self._decay(age) * self._tree.get(slots)
-
-    def _decay(self, age: Tensor) -> Tensor:
-        return torch.exp2(-age.double() / self._half_life)
-
-    def clear(self) -> None:
-        self._tree.clear_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"ring_end": self._end}
-
-    def rebuild(self) -> None:
-        self._tree.leaves[: len(self._log.generation)] = (self._log.generation > 0).to(torch.int64)
-        self._tree.rebuild_()
-
-
-class RecencySampler(DistributionSampler):
+class RecencySampler(ReplaySampler):
     r"""Draws newer transitions more often: P decreases geometrically with age.
 
     P(age k) = (1 − q) q^k / (1 − q^N) with q = 2^(−1 / half_life); the newest of the N stored transitions has k = 0.
@@ -103,7 +50,7 @@ class RecencySampler(DistributionSampler):
         tensor([0.0889, 0.1258, 0.1779, 0.2516, 0.3558], dtype=torch.float64)
     """
 
-    expects_td_errors = False
+    needs_order, takes_priorities = True, False
     beta = exponent("beta", BETA)
 
     def __init__(
@@ -116,9 +63,7 @@ class RecencySampler(DistributionSampler):
         self._half_life = as_number("RecencySampler", "half_life", half_life)
         if not self._half_life > 0:
             raise ValueError(f"RecencySampler(half_life={half_life}): half_life must be > 0; use math.inf for uniform.")
-        exponents = {"beta": as_number("RecencySampler", "beta", beta)}
-        make = partial(Recency, half_life=self._half_life)
-        super().__init__(capacity, make, hyperparameters=exponents)
+        super().__init__(capacity, beta=as_number("RecencySampler", "beta", beta))
 
     @property
     def half_life(self) -> float:
@@ -127,3 +72,46 @@ class RecencySampler(DistributionSampler):
 
     def _repr_values(self) -> list[str]:
         return [f"half_life={self._half_life:g}", *super()._repr_values()]
+
+    def allocate(self, layout: Layout) -> None:
+        self._tree = SumTree(layout.size, device=layout.device)  # mass 1 for each stored slot
+        self._end = torch.zeros(1, dtype=torch.int64, device=layout.device)  # the slot after the newest step
+
+    def write(self, slots: Tensor, rows: RowView) -> None:
+        if not rows.is_rewrite:
+            lanes = self.layout.slots_per_step
+            self._end.copy_((slots[-1:] // lanes + 1) * lanes)
+        self._tree.write(slots, torch.ones_like(slots))
+
+    def remove(self, slots: Tensor) -> None:
+        self._tree.write(slots, 0)
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        total = self._tree.total()
+        u = uniform(count, device=total.device, generator=generator)
+        rate = math.log(2) / self._half_life
+        # the inverse of P(age <= k) = (1 − q^(k + 1)) / (1 − q^N), and its limit for q = 1
+        real = -torch.log1p(u * torch.expm1(-rate * total.double())) / rate if rate else u * total
+        age = torch.minimum(real.to(torch.int64), total - 1)
+        rank = self._tree.prefix(self._end) - 1 - age
+        # if nothing can be drawn, the rank is -1, which finds slot 0
+        slots, mass = self._tree.find(torch.minimum(rank + total * (rank < 0), total - 1))
+        smallest = self._decay(total - 1).clamp_min(2.0**-1022)  # must not underflow
+        return Draw(slots, self._decay(age) * mass, smallest.reshape(1))
+
+    def density(self, slots: Tensor) -> Tensor:
+        age = (self._tree.prefix(self._end) - 1 - self._tree.prefix(slots)) % self._tree.total().clamp_min(1)
+        return self._decay(age) * self._tree.get(slots)
+
+    def _decay(self, age: Tensor) -> Tensor:
+        return torch.exp2(-age.double() / self._half_life)
+
+    def clear(self) -> None:
+        self._tree.clear_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ring_end": self._end}
+
+    def rebuild(self) -> None:
+        self._tree.leaves[: self.layout.size] = (self.slots.generation > 0).to(torch.int64)
+        self._tree.rebuild_()

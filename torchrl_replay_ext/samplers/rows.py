@@ -84,8 +84,16 @@ class RowView:
             raise self.missing(key, why)
         return column
 
-    def entry(self, key: NestedKey, why: str) -> Tensor:
-        """An entry with any number of values per row, [n, d]. Raises KeyError if it is missing."""
+    def entry(self, key: NestedKey, why: str = "which the sampler reads.") -> Tensor:
+        """An entry with any number of values per row, [n, d].
+
+        Args:
+            key: its name.
+            why: the end of the error message, who should have written it. Default: "which the sampler reads."
+
+        Raises:
+            KeyError: if it is missing.
+        """
         storage: Any = self.storage
         if _torchrl.is_stacked(storage, key):
             return storage.take(self.slots, [key]).get(key).flatten(1)

@@ -57,6 +57,11 @@ def shape_of(call: str, state: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
+def lanes_of(state: Mapping[str, Any]) -> Any:
+    """The lanes of the index of episodes in a state, see :meth:`EpisodeReader.adopt_streams`; None without one."""
+    return state.get("episodes_lanes", state.get("slices_lanes"))
+
+
 def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
     """Raise ValueError unless a state of event tables fits ``tables`` in a storage of ``num_slots`` slots."""
     if not tables.is_allocated:

@@ -1,4 +1,4 @@
-"""The slices of episodes in a ring buffer, and draws of their starts."""
+"""The successor of each transition in its episode, and where slices may begin."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
-from torchrl_replay_ext.core.priorities import Priorities
+from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.core.write_log import WriteLog
 from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
-from torchrl_replay_ext.samplers.base import Distribution, Draw, RowView, Sums
-from torchrl_replay_ext.samplers.rows import EpisodeReader
+from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
+from torchrl_replay_ext.samplers.slot_state import Follower
 
 # where slices begin: at any transition, or at the first ones of episodes
 Starts = Literal["any", "episode"]
@@ -32,16 +31,14 @@ BEHAVIOUR = (
 _NEVER = -(2**62)
 
 
-class SliceStarts(Distribution):
-    """Draws the starts of slices uniformly, and keeps the successor of each transition within its episode.
+class SliceStarts(Follower):
+    """Keeps the successor of each transition within its episode, and marks where slices may begin.
 
     A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
     successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
     Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`.
 
     Args:
-        log: the generations of the slots.
-        priorities: not used.
         slice_len: steps per slice.
         reader: reads the ends of episodes.
         behaviour_keys: entries that rows must have.
@@ -50,14 +47,11 @@ class SliceStarts(Distribution):
     """
 
     needs_order = True
-    takes_priorities = False
     # True after a draw that found a transition where a slice may begin
     _had_starts = False
 
     def __init__(
         self,
-        log: WriteLog,
-        priorities: Priorities | None = None,
         *,
         slice_len: int,
         reader: EpisodeReader,
@@ -65,10 +59,14 @@ class SliceStarts(Distribution):
         pad: bool,
         starts: Starts,
     ):
-        self._log, self._reader, self._behaviour_keys = log, reader, behaviour_keys
-        self._slice_len, self._pad, self._device = slice_len, pad, log.layout.device
-        self.lanes = Lanes(log.layout, reader.num_streams)
-        self._size = size = log.layout.size
+        self._reader, self._behaviour_keys = reader, behaviour_keys
+        self._slice_len, self._pad, self._starts_at = slice_len, pad, starts
+
+    def allocate(self, slots: Slots) -> None:
+        self._slots, layout = slots, slots.layout
+        self.lanes = Lanes(layout, self._reader.num_streams)
+        self._size, self._device, slice_len = layout.size, layout.device, self._slice_len
+        size = self._size
         num_lanes = self.lanes.num_lanes
 
         def full(*shape: int, value: int = 0) -> Tensor:
@@ -82,7 +80,7 @@ class SliceStarts(Distribution):
         # per lane: its number of rows, and the number of steps of its unfinished episode
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # True for the first transition of each episode; empty if slices may begin anywhere
-        self._firsts = torch.zeros(size if starts == "episode" else 0, dtype=torch.bool, device=self._device)
+        self._firsts = torch.zeros(size if self._starts_at == "episode" else 0, dtype=torch.bool, device=self._device)
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=self._device)
         state = self._time, self._next, self._recent, self._rows, self._run, self._firsts
@@ -90,14 +88,14 @@ class SliceStarts(Distribution):
 
     # --- writes
 
-    def insert(self, slots: Tensor, priority: Tensor, rows: RowView) -> None:
+    def write(self, slots: Tensor, rows: RowView) -> None:
         for key in self._behaviour_keys:
             rows.require(key, BEHAVIOUR)
         marks = self._reader.read(rows, needs_ids=self.lanes.assigned)
         if not rows.is_rewrite:
-            self.write(slots, marks)
+            self.append(slots, marks)
 
-    def write(self, slots: Tensor, marks: EpisodeMarks) -> None:
+    def append(self, slots: Tensor, marks: EpisodeMarks) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         ``slots``, int64 [n], are consecutive in the ring. For ``marks`` and errors see
@@ -145,20 +143,9 @@ class SliceStarts(Distribution):
                 "pad=True. With starts='episode', no first step of such an episode is stored; use a larger buffer."
             ),
             # on an accelerator only until there is a start for the first time
-            skip_on=self._log.layout.skip_checks_on if self._had_starts else None,
+            skip_on=self._slots.layout.skip_checks_on if self._had_starts else None,
         )
         self._had_starts = True
-
-    def draw(self, batch_size: int, generator: torch.Generator | None) -> Draw:
-        if not is_traced():
-            self.require_start()
-        return Draw(self.starts.sample(batch_size, generator=generator)[0])
-
-    def sums(self) -> Sums:
-        return Sums(self.starts.total().double().reshape(1))
-
-    def density(self, slots: Tensor) -> Tensor:
-        return self.starts.get(slots).double()
 
     def walk(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of slices from ``starts`` [n], and whether they belong to them.
@@ -226,7 +213,7 @@ class SliceStarts(Distribution):
         return {f"slices_{name}": tensor for name, tensor in tensors.items()}
 
     def rebuild(self) -> None:
-        self.starts.leaves[: self._size] = self._find_starts(self._log.generation > 0)
+        self.starts.leaves[: self._size] = self._find_starts(self._slots.generation > 0)
         self.starts.rebuild_()
         # a resumed run begins new episodes
         self.lanes.end_all()
@@ -234,7 +221,7 @@ class SliceStarts(Distribution):
     def stats(self) -> dict[str, Tensor]:
         """``num_items``, ``num_starts`` and ``interrupted``; see TrajectoryRetraceSampler."""
         return {
-            "num_items": (self._log.generation > 0).sum(),
+            "num_items": (self._slots.generation > 0).sum(),
             "num_starts": self.starts.leaves.sum(),
             "interrupted": self.lanes.interrupted.sum(),
         }

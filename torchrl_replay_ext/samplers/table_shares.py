@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.arguments import ROUNDING, is_number, within_limits
@@ -27,10 +28,10 @@ class TableShares:
     def __init__(self, names: list[str], eta: Mapping[str, float | Anneal], *, may_anneal: bool):
         self._names, self._may_anneal = names, may_anneal
         # rows: current value; start; end of the schedule; number of batches so far (first) and in the schedule (last)
-        self.state = torch.zeros(4, len(names), dtype=torch.float64, device="cpu")
+        self._state = torch.zeros(4, len(names), dtype=torch.float64, device="cpu")
         # η of each table, float64 [tables]; a copy, because torch takes no input of a graph as static if two of them
         # have the same memory
-        self.current = self.state[0].clone()
+        self.current = self._state[0].clone()
         self.set(eta)
 
     def as_dict(self) -> dict[str, float]:
@@ -63,8 +64,8 @@ class TableShares:
                 f"{_OWNER}(eta={dict(eta)}): all schedules must have the same num_updates, so that the sum stays 1."
             )
         steps = [*[0.0] * (len(names) - 1), max(durations, default=1)]
-        self.state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64, device="cpu"))
-        self.rebuild()
+        self._state.copy_(torch.tensor([start, start, end, steps], dtype=torch.float64, device="cpu"))
+        self._publish()
 
     def with_event_share(self, value: float) -> dict[str, float]:
         """η of each table, with the event tables scaled to a sum of ``value``."""
@@ -81,17 +82,26 @@ class TableShares:
     def step(self) -> None:
         """Count a batch and advance the schedules."""
         if self._is_annealed:
-            current, start, end, steps = self.state.unbind()
+            current, start, end, steps = self._state.unbind()
             steps[:1].add_(1)
             done = (steps[:1] / steps[-1:]).clamp_max(1.0)
             current.copy_(start + done * (end - start))
             self.current.copy_(current)
 
-    def rebuild(self) -> None:
-        """Recompute derived state after :attr:`state` was replaced."""
-        self._is_annealed = not torch.equal(self.state[1], self.state[2])
-        self.current.copy_(self.state[0])
+    def state(self) -> Tensor:
+        """The state to save, float64 [4, tables] on the CPU."""
+        return self._state.to("cpu", copy=True)
+
+    def load(self, state: Tensor) -> None:
+        """Restore a state that :meth:`state` returned."""
+        self._state.copy_(state)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Compute what follows from the state."""
+        self._is_annealed = not torch.equal(self._state[1], self._state[2])
+        self.current.copy_(self._state[0])
 
     def to(self, device: torch.device) -> None:
         """Move to ``device``."""
-        self.state, self.current = self.state.to(device), self.current.to(device)
+        self._state, self.current = self._state.to(device), self.current.to(device)

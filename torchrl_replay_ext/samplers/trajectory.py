@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,12 +19,13 @@ from torchrl_replay_ext.arguments import (
     require_integer,
     require_nested_keys,
 )
-from torchrl_replay_ext.compilation import gather_in_bounds, raise_if
-from torchrl_replay_ext.core.layout import unravel
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
+from torchrl_replay_ext.core.layout import Layout, unravel
 from torchrl_replay_ext.core.streams import Episodes, require_episodes
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
-from torchrl_replay_ext.samplers.base import ShardRows
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
+from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows, Sums
 from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts, Starts
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
@@ -36,11 +36,29 @@ _NO_SEQUENCES = (
 )
 
 
-class _UniformStarts(DistributionSampler):
+class _UniformStarts(ReplaySampler):
     """Draws the starts of slices, all equally likely. Errors name the sampler that has it."""
 
     owner = OWNER
-    expects_td_errors = takes_stamps = False
+    takes_priorities = False
+
+    def __init__(self, capacity: int | None, slices: SliceStarts):
+        self._slices = slices
+        super().__init__(capacity)
+
+    def allocate(self, layout: Layout) -> None:
+        pass
+
+    def draw(self, count: int, generator: torch.Generator | None) -> Draw:
+        if not is_traced():
+            self._slices.require_start()
+        return Draw(self._slices.starts.sample(count, generator=generator)[0])
+
+    def density(self, slots: Tensor) -> Tensor:
+        return self._slices.starts.get(slots).double()
+
+    def shard_sums(self) -> Sums:
+        return Sums(self._slices.starts.total().double().reshape(1))
 
 
 @PrioritizedSampler.register
@@ -126,7 +144,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         slice_len: int,
         behaviour_keys: Sequence[NestedKey] = ("logits",),
         pad: bool = True,
-        anchors: Literal["uniform"] | DistributionSampler = "uniform",
+        anchors: Literal["uniform"] | ReplaySampler = "uniform",
         starts: Starts = "any",
         episodes: Episodes | None = None,
     ):
@@ -147,16 +165,16 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                 "one; use ('next', 'done')."
             )
         if anchors != "uniform":
-            if not isinstance(anchors, DistributionSampler):
+            if not isinstance(anchors, ReplaySampler):
                 raise ValueError(
                     f"{OWNER}(anchors={anchors!r}): anchors must be 'uniform' or a prioritized sampler of this "
                     f"package. To combine with a DecoupledSampler, pass the {OWNER} to it as critic_sampler."
                 )
-            if anchors.state.observers:
+            if anchors.followers:
                 raise ValueError(
                     f"{OWNER}: this anchors= already belongs to another {OWNER}; create a sampler for each of them."
                 )
-            if not anchors.distribution.slots_in_ring_order:
+            if isinstance(anchors, EventTableSampler) and anchors.tables.is_pinned:
                 raise ValueError(
                     f"{OWNER}: with event tables of retention='pinned' slots are not in time order; use "
                     "retention='ring'."
@@ -174,39 +192,25 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         # steps per slice
         self.slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")
-        make = partial(
-            SliceStarts,
-            slice_len=slice_len,
-            reader=reader,
-            behaviour_keys=names,
-            pad=pad,
-            starts=starts,
-        )
+        self._starts = SliceStarts(slice_len=slice_len, reader=reader, behaviour_keys=names, pad=pad, starts=starts)
         self._is_prioritized = not isinstance(anchors, str)
         if isinstance(anchors, str):
-            anchors = _UniformStarts(capacity, make, hyperparameters={})
+            anchors = _UniformStarts(capacity, self._starts)
         else:
             # errors of draws and updates name both
             anchors.owner = f"{OWNER}(anchors={type(anchors).__name__}(...))"
-            anchors.observe(make)
-        anchors.readers.append(reader)
+        anchors.attach(self._starts, reader)
         # draws the starts
-        self.starts_sampler: DistributionSampler = anchors
+        self.starts_sampler: ReplaySampler = anchors
 
     @property
-    def anchors(self) -> Literal["uniform"] | DistributionSampler:
+    def anchors(self) -> Literal["uniform"] | ReplaySampler:
         """The sampler that draws the starts, or ``"uniform"``."""
         return self.starts_sampler if self._is_prioritized else "uniform"
 
     @property
-    def _inner(self) -> DistributionSampler:
+    def _inner(self) -> ReplaySampler:
         return self.starts_sampler
-
-    @property
-    def _starts(self) -> SliceStarts:
-        starts = self.starts_sampler.state.observers[-1] if self._is_prioritized else self.starts_sampler.distribution
-        assert isinstance(starts, SliceStarts)
-        return starts
 
     # --- drawing
 
@@ -226,7 +230,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        return self._slices(storage, *self.starts_sampler.draw(storage, batch_size // self.slice_len))
+        return self._slices(storage, *self.starts_sampler.draw_rows(storage, batch_size // self.slice_len))
 
     @torch.no_grad()
     def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
@@ -276,13 +280,13 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             self._truncated_key: cut if truncated is None else cut | truncated,
         }
         if self._is_prioritized:
-            state = self.starts_sampler.state
+            state = self.starts_sampler.slots
             if self.starts_sampler.layout.for_graphs:
                 # where no slice could be drawn, a stamp that no write has
-                info[STAMP_KEY] = state.generation(slots) * is_slice
+                info[STAMP_KEY] = state.generation_of(slots) * is_slice
             # an update with the batch of newest() is not expected
             if drawn is not None:
-                state.log.count_draw(slots)
+                state.drawn(slots)
         return unravel(slots, self.starts_sampler.layout.shape), info
 
     def newest(self, rb: TensorDictReplayBuffer) -> TensorDictBase:
@@ -341,7 +345,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         with _torchrl.exclusive(storage):
             sampler.synchronize(storage)
             slot = sampler.flat_slots(index).reshape(-1)
-            if slot.numel() != 1 or not bool(sampler.state.generation(slot) > 0):
+            if slot.numel() != 1 or not bool(sampler.slots.generation_of(slot) > 0):
                 raise IndexError(f"{OWNER}.episode(index={index}): pass the index of one stored transition.")
             found: Any = unravel(self._starts.episode(int(slot)), sampler.layout.shape)
             rows = storage.get(found).clone()

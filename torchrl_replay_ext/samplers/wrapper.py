@@ -49,13 +49,21 @@ class ShowsArguments:
         cls.__signature__ = inspect.Signature(arguments[1:])
 
 
+def _generator() -> Any:
+    """The random generator, of all samplers."""
+
+    def set_(self: SamplerWrapper, value: torch.Generator | None) -> None:
+        for sampler in self._samplers():
+            set_sampler_generator(sampler, value)
+
+    return property(lambda self: sampler_generator(self._inner), set_)
+
+
 class SamplerWrapper(ShowsArguments, Sampler):
     """Abstract sampler that forwards calls to :attr:`_inner`, and notifies all :meth:`_samplers` of writes."""
 
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
     reduction = delegated("_inner", "reduction", "max")
-    # True if samples carry the generation of each row
-    takes_stamps = delegated("_inner", "takes_stamps", False)
     # True if writes have the same effect in a graph as outside
     writes_in_graphs = delegated("_inner", "writes_in_graphs", True)
     # the number that TorchRL's buffers pass for rows without TD errors
@@ -68,6 +76,8 @@ class SamplerWrapper(ShowsArguments, Sampler):
     dumps = delegated("_inner", "dumps", read_only=True)
     loads = delegated("_inner", "loads", read_only=True)
     saved_at = delegated("_inner", "saved_at", read_only=True)
+
+    _rng = _generator()
 
     add = _by_all("add", "Called after a write of one row.")
     extend = _by_all("extend", "Called after a write of several rows.")
@@ -87,15 +97,6 @@ class SamplerWrapper(ShowsArguments, Sampler):
     def takes_priorities(self) -> bool:
         """True if draws depend on TD errors."""
         return getattr(self._inner, "takes_priorities", isinstance(self._inner, PrioritizedSampler))
-
-    @property
-    def _rng(self) -> torch.Generator | None:  # pyright: ignore[reportIncompatibleVariableOverride]: delegated
-        return sampler_generator(self._inner)
-
-    @_rng.setter
-    def _rng(self, value: torch.Generator | None) -> None:
-        for sampler in self._samplers():
-            set_sampler_generator(sampler, value)
 
     def _empty(self) -> None:
         for sampler in self._samplers():

@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split
 from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
 from torchrl_replay_ext.sharding.group import ShardGroup
@@ -121,10 +121,10 @@ class ShardedReplayBuffer:
             raise ValueError(f"{OWNER}(storage=...): shards need a CompilableTensorStorage with ndim=1 on the CPU.")
         if drawing is not None and num_shards > 1:
             try:
-                drawing.distribution.sums()
+                drawing.shard_sums()
             except ValueError as error:
                 raise ValueError(f"{name}: {type(buffer.sampler).__name__}: {error}") from error
-            if drawing.state.priorities.within_buffer:
+            if drawing.slots.within_buffer:
                 raise ValueError(f"{name}: max_priority_within_buffer=True needs the priorities of all shards.")
         self._unit = rows_per_draw(buffer.sampler)
         if batch_size % self._unit:
@@ -189,7 +189,7 @@ class ShardedReplayBuffer:
             if probability is not None and "beta" in model.hyperparameters:
                 smallest, beta = [least for _, least in answers], model.hyperparameters["beta"].value
                 batch["priority_weight"] = weights(probability, smallest, beta)
-            model.distribution.count_batch()
+            model.count_batch()
         return from_arrays(batch).to(self._device)
 
     def _divide(self, num_draws: int) -> list[Any]:
@@ -201,8 +201,7 @@ class ShardedReplayBuffer:
         if not group.can_draw:
             # if the processes of all shards have ended
             group.wait(1)
-        distribution = None if self._model is None else self._model.distribution
-        if (division := divide(distribution, group.reports, num_draws, self._rng)) is not None:
+        if (division := divide(self._model, group.reports, num_draws, self._rng)) is not None:
             return division
         lost = f"; {group.lost_shards} processes of shards have ended so far" if group.lost_shards else ""
         raise (Lost if group.lost_shards else RuntimeError)(
@@ -266,7 +265,7 @@ class ShardedReplayBuffer:
             )
         self._updates += 1
         if self._model is not None:
-            self._model.state.step()
+            self._model.step()
         self._exchange(split(columns, shard, len(group)), None)
 
     # --- the rest of a buffer

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_replay_ext.samplers.base import Distribution, ShardRows, Sums
+from torchrl_replay_ext.samplers.base import ReplaySampler
+from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums
 from torchrl_replay_ext.sharding.arrays import Arrays, num_rows, take
 from torchrl_replay_ext.sharding.shard import Report
 
 
 def divide(
-    distribution: Distribution | None, reports: Sequence[Report], batch_size: int, generator: torch.Generator | None
+    sampler: ReplaySampler | None, reports: Sequence[Report], batch_size: int, generator: torch.Generator | None
 ) -> list[ShardRows] | None:
     """Divide a batch among shards by their sums; None if nothing can be drawn.
 
@@ -23,7 +24,7 @@ def divide(
     all transitions. If the sums are out of date, it has another one, which the shard computes for the weights.
 
     Args:
-        distribution: one like those of the shards, which chooses the number of rows of each table. None: draws are
+        sampler: one like those of the shards, which chooses the number of rows of each table. None: draws are
             uniform.
         reports: the newest report of each shard.
         batch_size: number of rows.
@@ -39,8 +40,8 @@ def divide(
     counts = [torch.tensor(report.count, device="cpu") for report in reports if report.count is not None]
     count = torch.stack(counts).sum(0) if counts else None
     rows, eta = torch.tensor([batch_size], device="cpu"), torch.ones(1, dtype=torch.float64, device="cpu")
-    if distribution is not None:
-        rows, eta = distribution.rows_of_tables(Sums(total, None, count), batch_size, generator)
+    if sampler is not None:
+        rows, eta = sampler.rows_of_tables(Sums(total, None, count), batch_size, generator)
     probability = mass / torch.where(total > 0, total, 1.0)
     divided = torch.zeros(len(reports), tables, dtype=torch.int64, device="cpu")
     for table, number in enumerate(rows.tolist()):

@@ -14,8 +14,8 @@ from torchrl.data.replay_buffers import RandomSampler, Sampler
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.samplers.adapter import STAMP_KEY, DistributionSampler
-from torchrl_replay_ext.samplers.base import ShardRows
+from torchrl_replay_ext.samplers.base import ReplaySampler
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
 from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, describe, from_arrays, take, to_arrays
 
@@ -30,7 +30,7 @@ class Report(NamedTuple):
         process: random number of the process; 0: it has not answered yet. Default: 0.
         length: number of stored transitions.
         written: number of transitions ever written.
-        mass, count, largest_episode: see :class:`~torchrl_replay_ext.samplers.base.Sums`.
+        mass, count, largest_episode: see :class:`~torchrl_replay_ext.samplers.shard_draws.Sums`.
         largest_priority: the priority of new transitions; 0 without priorities.
     """
 
@@ -43,7 +43,7 @@ class Report(NamedTuple):
     largest_priority: float = 0.0
 
 
-def drawing_sampler(sampler: Sampler) -> DistributionSampler | None:
+def drawing_sampler(sampler: Sampler) -> ReplaySampler | None:
     """The sampler that draws and has the priorities: for slices, that of the anchors; None for RandomSampler.
 
     Raises:
@@ -51,8 +51,8 @@ def drawing_sampler(sampler: Sampler) -> DistributionSampler | None:
     """
     if isinstance(sampler, TrajectoryRetraceSampler):
         return sampler.starts_sampler
-    if isinstance(sampler, DistributionSampler) or type(sampler) is RandomSampler:
-        return sampler if isinstance(sampler, DistributionSampler) else None
+    if isinstance(sampler, ReplaySampler) or type(sampler) is RandomSampler:
+        return sampler if isinstance(sampler, ReplaySampler) else None
     raise TypeError(
         f"{OWNER}(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
         "other than DecoupledSampler, which needs the policy."
@@ -103,7 +103,7 @@ class ReplayShard:
         length, drawing = len(self._buffer), self._drawing
         report = Report(self._process, length, self._buffer.write_count, [float(length)])
         if drawing is not None:
-            report = report._replace(largest_priority=drawing.state.priorities.largest.item())
+            report = report._replace(largest_priority=drawing.slots.largest.item())
         if drawing is None or not self._has_sums or not length:
             return report
         sums = drawing.sums(self._storage)
@@ -128,7 +128,7 @@ class ReplayShard:
             # schedules advance alike in all shards
             if any(hyperparameter.annealed for hyperparameter in drawing.hyperparameters.values()):
                 for _ in range(self._updates, num_updates):
-                    drawing.state.step()
+                    drawing.step()
             self._updates = max(self._updates, num_updates)
             drawing.note_other_shards(largest_priority, largest_episode)
         return ({}, None) if wanted is None else self._draw(wanted)

@@ -1,5 +1,6 @@
 """Adds the choices of this package to TorchRL's trainers; Hydra loads all modules of ``hydra_plugins``."""
 
+import importlib
 import sys
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -14,6 +15,5 @@ class ReplaySearchPath(SearchPathPlugin):
         # Hydra loads this module in every application of the environment; others get no additional names and need not
         # import torch
         if "torchrl.trainers.algorithms.configs" in sys.modules:
-            import torchrl_replay_ext.configs  # noqa: F401
-
+            importlib.import_module("torchrl_replay_ext.configs")
             search_path.append(provider="torchrl_replay_ext", path="pkg://torchrl_replay_ext.conf")
