@@ -139,7 +139,7 @@ class Hyperparameter:
         self._assign(value, count, start, end, num_updates)
 
 
-def make_exponents(owner: str, /, **values: float | Anneal | Hyperparameter) -> dict[str, Hyperparameter]:
+def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperparameter]:
     """Make the hyperparameters ``alpha``, ``omega`` (>= 0) and ``beta`` (in [0, 1]) of a sampler.
 
     Args:
@@ -159,7 +159,4 @@ def make_exponents(owner: str, /, **values: float | Anneal | Hyperparameter) -> 
     }
     if unknown := values.keys() - rules:
         raise TypeError(f"{owner}({min(unknown)}=...): there is no such argument; exponents are {', '.join(rules)}.")
-    return {
-        name: value if isinstance(value, Hyperparameter) else Hyperparameter(owner, name, value, **rules[name])
-        for name, value in values.items()
-    }
+    return {name: Hyperparameter(owner, name, value, **rules[name]) for name, value in values.items()}

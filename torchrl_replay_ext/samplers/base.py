@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter, make_exponents
+from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer, shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, raise_if, to_device
 from torchrl_replay_ext.core.layout import Layout, flat_slots, out_of_range, unravel
@@ -96,9 +96,8 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes |δ|.
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated. Default: False.
-        **exponents: ``alpha``, ``beta`` and ``omega``: a number, an :class:`~torchrl_replay_ext.Anneal`, or a
-            hyperparameter; schedules count updates. ``beta`` is the exponent of the weights; without it, batches have
-            none.
+        **exponents: ``alpha``, ``beta`` and ``omega``, each a number or an :class:`~torchrl_replay_ext.Anneal`, whose
+            schedule counts updates. ``beta`` is the exponent of the weights; without it, batches have none.
     """
 
     # False if draws do not depend on TD errors: update_priority does nothing then. If the class says so, TorchRL's
@@ -117,7 +116,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         min_priority: float = 0.0,
         td_error: TDError = "squared",
         max_priority_within_buffer: bool = False,
-        **exponents: float | Anneal | Hyperparameter,
+        **exponents: float | Anneal,
     ):
         name = self.owner
         self.capacity = None if capacity is None else require_integer(name, "capacity", capacity)
