@@ -280,7 +280,7 @@ def test_what_does_not_fit_together():
 # the files of event tables
 TABLE_FILES = (
     *("core/event_", "core/pair_counts", "writers/event_"),
-    *("samplers/event_table_mixture", "samplers/table_"),
+    *("samplers/event_table", "samplers/entry_masses", "samplers/table_"),
 )
 
 
