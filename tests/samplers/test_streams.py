@@ -182,3 +182,31 @@ def test_a_state_can_be_loaded_after_the_storage_was_filled():
     target.load_state_dict(state)
     target.extend(rows(5))
     assert float(target.sampler.stats()["never_updated"]) == 0.25
+
+
+@pytest.mark.parametrize("sampler", [ReaPERSampler, slices, lambda size: slices(size, anchors=ReaPERSampler(size))])
+@pytest.mark.parametrize("envs", [3, 16, 40, 64])
+def test_the_first_write_decides_for_how_many_environments(sampler, envs):
+    """Episodes of three steps of interleaved environments, which need no argument."""
+    buffer = buffer_of(sampler, capacity=500)
+    ids = [*range(envs)]
+    for step in range(6):
+        done = ids if step % 3 == 2 else ()
+        buffer.extend(rows(envs, ids=[step // 3 * envs + env for env in ids], done=done, first=step * envs))
+    assert buffer.sampler.stats()["interrupted"] == 0
+    if isinstance(buffer.sampler, ReaPERSampler):
+        assert_episodes(buffer, [step // 3 * envs + env for step in range(6) for env in ids])
+        return
+    batch = buffer.sample(64).reshape(-1, 2)
+    number = batch["number"][batch["collector", "mask"].all(1)]
+    assert (number[:, 1] == number[:, 0] + envs).all()
+    ends = number[:, 0] // envs % 3
+    assert {0, 1} == {*ends.tolist()}
+
+
+def test_more_environments_than_the_first_write_shows_are_an_error():
+    buffer = buffer_of(ReaPERSampler, capacity=500)
+    buffer.extend(rows(2, ids=[0, 1]))
+    with pytest.raises(ValueError, match=r"num_streams=16\. Pass episodes=Episodes\(num_streams=<"), pytest.warns():
+        for _ in range(2):
+            buffer.extend(rows(40, ids=[*range(40)]))

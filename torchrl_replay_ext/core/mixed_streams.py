@@ -56,7 +56,7 @@ def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, t
             'Most rows do not go on with the row before: ("next", "observation") of a row is not "observation" of the '
             "next one. If several environments write to this buffer, their steps are mixed. Store trajectory ids, "
             "which collectors write to ('collector', 'traj_ids'), and pass episodes=Episodes(num_streams=<number of "
-            "environments>) if there are more than 16; or use a storage with a column for each environment (ndim=2). "
+            "environments>) if there are more than 64; or use a storage with a column for each environment (ndim=2). "
             "If each row follows the one before, ignore this warning.",
             stacklevel=2,
         )

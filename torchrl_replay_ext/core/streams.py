@@ -27,8 +27,9 @@ class Episodes:
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``,
             which TorchRL's ``InitTracker`` writes.
         num_streams: number of environments whose transitions are interleaved in flat storage. More unfinished
-            trajectories than that are an error. Default: None, at most 16 (frame stacks: 64) if the first rows have
-            trajectory ids, else 1. :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
+            trajectories than that are an error. Default: None: if the first write has trajectory ids, the number of
+            its unfinished trajectories, at least 16 and at most 64 (frame stacks: always 64), else 1.
+            :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
 
     Raises:
         TypeError: if a key is not a string or a tuple of strings, or the number is not an integer.

@@ -101,8 +101,8 @@ class RowView:
 
 
 Truncated = Literal["finished", "ongoing"]
-# streams in flat storage with trajectory ids, if their number was not passed
-_STREAMS = 16
+# the fewest and the most streams in flat storage with trajectory ids, if their number was not passed
+_FEWEST, _MOST = 16, 64
 
 
 @dataclass(eq=False)
@@ -136,8 +136,13 @@ class EpisodeReader:
         data = _torchrl.stored_data(storage)
         if self.is_fixed or self._traj_key is None or not is_tensor_collection(data):
             return False
-        before, (ids,) = self.num_streams, _torchrl.entries_of(data, [self._traj_key])
-        self.num_streams = 1 if ids is None else _STREAMS
+        before, self.num_streams = self.num_streams, 1
+        ids, done = _torchrl.entries_of(data, [self._traj_key, self._done_key])
+        if ids is not None:
+            # as many as there are unfinished trajectories in the first rows
+            ids = ids.reshape(-1)[: _torchrl.length(storage)]
+            ended = ids[:0] if done is None else ids[done.reshape(-1)[: len(ids)] != 0]
+            self.num_streams = min(max(len(ids.unique()) - len(ended.unique()), _FEWEST), _MOST)
         return self.num_streams != before
 
     def adopt_streams(self, lanes: Any) -> bool:
