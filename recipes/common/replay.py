@@ -49,10 +49,8 @@ def shares_frames(config: RunConfig) -> bool:
 def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTensorStorage | ext.FrameStackStorage:
     """The storage of a run: each transition whole, or with each frame of a game once."""
     if shares_frames(config):
-        streams = max(64, 2 * config.num_envs)
-        return ext.FrameStackStorage(
-            config.learning.buffer_size, episodes=ext.Episodes(num_streams=streams), device=device
-        )
+        episodes = ext.Episodes(num_streams=max(64, 2 * config.num_envs))
+        return ext.FrameStackStorage(config.learning.buffer_size, episodes=episodes, device=device)
     return ext.CompilableTensorStorage(config.learning.buffer_size, device=device)
 
 

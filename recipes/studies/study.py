@@ -257,6 +257,5 @@ def run_study(config: StudyRun, out: Path) -> int:
 
 def show(out: Path) -> None:
     """Write table and figure of the runs that have finished, if any, and print the table and its conclusions."""
-    if not (out / files.RUNS).is_file():
-        return
-    print(report(out))
+    if (out / files.RUNS).is_file():
+        print(report(out))

@@ -31,7 +31,10 @@ def refused(capsys):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Trains; gives (online, target) and what is learned, before the first and after each call of a module's update."""
+    """Trains; gives (online, target) and what is learned, before the first and after each call of a module's update.
+
+    Also the loss, or for recipes.r2d2 the network.
+    """
 
     def run(name, names, train):
         module, found, learned, networks = import_module(f"recipes.{name}"), [], [], []
@@ -58,7 +61,7 @@ def watched(monkeypatch):
         build = getattr(module, function)
         monkeypatch.setattr(module, function, make)
         train()
-        return found, learned
+        return found, learned, networks[0]
 
     return run
 

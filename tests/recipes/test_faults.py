@@ -36,9 +36,8 @@ def flip(path, where=0.5):
 def test_damaged_checkpoints_are_refused_before_anything_is_changed(stopped, damage):
     damage(stopped / "checkpoint.zip")
     before = contents(stopped)
-    with pytest.raises(ConfigError, match=r"checkpoint.zip is damaged: ") as error:
+    with pytest.raises(ConfigError, match=r"checkpoint.zip is damaged: "):
         recipe.resume(stopped)
-    assert "\n" not in str(error.value)
     assert contents(stopped) == before
 
 

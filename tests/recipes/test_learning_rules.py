@@ -27,7 +27,7 @@ def test_updates_learn_every_parameter_and_move_the_targets_a_share_of_the_way(t
     """Learned are actor, critics and, in SAC, the weight of the entropy."""
     words, names = SOFT[name]
     with noted_replays() as replays:
-        found, learned = watched(name, names, lambda: RECIPES[name].run(tmp_path, *words))
+        found, learned, _ = watched(name, names, lambda: RECIPES[name].run(tmp_path, *words))
     assert len(found) > (4 if name == "td3" else 8)  # a cycle of TD3 has two updates of the critics
     assert_soft_updates(found, TAU)
     assert len(learned[0]) >= {"dqn": 6, "sac": 6 + 6 + 1, "td3": 6 + 6, "r2d2": 6, "acer": 12}[name]
@@ -39,7 +39,7 @@ def test_updates_learn_every_parameter_and_move_the_targets_a_share_of_the_way(t
 def test_hard_updates_copy_the_network_at_their_interval(tmp_path, watched):
     """The copy is due at the first round that begins at or after each multiple of the interval."""
     words = "dqn.target_update_interval=32", "dqn.learning_rate=1e-2"
-    found, _ = watched("dqn", ["value_network"], lambda: RECIPES["dqn"].run(tmp_path, *words))
+    found, _, _ = watched("dqn", ["value_network"], lambda: RECIPES["dqn"].run(tmp_path, *words))
     # rounds of two updates after 48, 64, 80 and 96 steps; copies before those after 64 and 96
     copied = [0, 0, 0, 2, 2, 2, 2, 6, 6]
     assert len(found) == len(copied)

@@ -68,6 +68,8 @@ class R2D2(DQN):
         batch["recurrent_state"] = torch.zeros(2, 4, 2, 8)
         # the weights of burn-in have no effect
         batch["priority_weight"] = torch.cat([torch.full((2, 1), 9.0), batch_weights.reshape(2, 3)], 1)
+        pair = r2d2.values_and_targets(config.r2d2, network, target, batch)
+        self.rows = torch.nn.functional.smooth_l1_loss(*pair, reduction="none").flatten()
         self.update = r2d2.make_update(config, Replay(batch), network, target, self.optimizer)
 
 
@@ -84,9 +86,9 @@ def test_losses_average_their_rows_as_weights_says(recipe):
         whole = recipe(WEIGHTS, weights)
         torch.testing.assert_close(whole.loss(), (WEIGHTS * losses).sum() / divisor)
         torch.testing.assert_close(whole.gradient(), WEIGHTS @ gradients / divisor, rtol=1e-4, atol=1e-6)
-        if recipe is not R2D2:  # its priorities are those of windows, see test_r2d2
-            (batch,) = whole.replay.returned
-            torch.testing.assert_close(batch["td_error"].flatten(), losses)  # both are squared errors
+        # in DQN, both are squared errors; the priorities of R2D2 are those of windows, see test_r2d2
+        rows = whole.rows if recipe is R2D2 else whole.replay.returned[0]["td_error"].flatten()
+        torch.testing.assert_close(rows, losses)
 
 
 @pytest.mark.parametrize(("recipe", "td_error"), [(td3, torch.square), (sac, torch.abs)])
