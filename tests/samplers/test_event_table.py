@@ -315,6 +315,6 @@ def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_rea
         for part in data[120:].split(8):
             rb.extend(part)
             ((kind_of_wait, place), count), *others = waits().items()
-            assert (kind_of_wait, count, others) == ("copy to the CPU", 1, []) and "writers/event_table" in place
+            assert (kind_of_wait, count, others) == ("copy to the CPU", 1, []) and "writers/event_rows" in place
             learn(rb)
             assert not waits()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 import weakref
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import is_traced
-from torchrl_replay_ext.core.conditions import StatefulCondition
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import row_major
 from torchrl_replay_ext.core.mixed_streams import check_streams
@@ -28,40 +26,11 @@ from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.writers.event_rows import EventReader, EventRows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
-_TRAJECTORY = ("collector", "traj_ids")
 # slot and number of the last step of an open episode, and its trajectory
 _NO_EPISODE = [-1, -1, -1]
-
-
-class _Rows(NamedTuple):
-    """The rows of a write.
-
-    Args:
-        stream: stream of each row, int64 [n].
-        trajectory: trajectory id, int64 [n]; -1 if unknown.
-        ends: True if the row is the last of an episode, bool [n].
-        begins: True if the row is marked as the first of an episode, bool [n].
-        occurred: True if an event occurs in a row, bool [n, events].
-    """
-
-    stream: np.ndarray
-    trajectory: np.ndarray
-    ends: np.ndarray
-    begins: np.ndarray
-    occurred: np.ndarray
-
-
-def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
-    """``columns`` of n bools or integers as arrays [n]. A copy from an accelerator waits: make only one."""
-    if not all(map(operator.attrgetter("is_cpu"), columns)):
-        device = next(column.device for column in columns if not column.is_cpu)
-        wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
-        columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
-    # NumPy has no bfloat16
-    columns = [column.float() if column.dtype == torch.bfloat16 else column for column in columns]
-    return [column.detach().numpy().reshape(-1) for column in columns]
 
 
 class EventTableWriter(CompilableWriter):
@@ -134,11 +103,8 @@ class EventTableWriter(CompilableWriter):
         self.tables = tables
         # pinned tables choose the slots
         self._follows_ring = not tables.is_pinned
-        self._keys = [key for key in (episodes.done_key, episodes.init_key, episodes.traj_key) if key is not None]
-        self._optional = episodes.init_key, _TRAJECTORY
+        self._reader = EventReader(tables.specs, episodes)
         self._has_context = any(spec.context for spec in tables.specs)
-        # numbers of the events that depend on the transitions written before
-        self._stateful = [k for k, spec in enumerate(tables.specs) if isinstance(spec.condition, StatefulCondition)]
         self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
         # the last step of the unfinished episode of each stream; the tables know the steps before it
@@ -212,7 +178,11 @@ class EventTableWriter(CompilableWriter):
             self._sized_by = stored
         steps, is_flat = data.shape[0], data.ndim == 1
         width = data.numel() // steps
-        rows = self._read(data if is_flat else data.reshape(-1), width)
+        flat_data = data if is_flat else data.reshape(-1)
+        rows = self._reader.read(flat_data, None if is_flat else width)
+        if self._has_context:
+            self._detect_with_context(flat_data, rows)
+        self._reader.read_stateful(flat_data, rows)
         # a write fits into the default table
         piece = self.tables.capacities[0] // width
         if piece >= steps:
@@ -220,7 +190,9 @@ class EventTableWriter(CompilableWriter):
         written = []
         for first in range(0, steps, piece):
             flat = slice(first * width, (first + piece) * width)
-            written.append(self._write(data[first : first + piece], _Rows(*(column[flat] for column in rows)), False))
+            written.append(
+                self._write(data[first : first + piece], EventRows(*(column[flat] for column in rows)), False)
+            )
         index = torch.cat(written)
         if is_flat:
             self._set_index(data, index)
@@ -250,47 +222,7 @@ class EventTableWriter(CompilableWriter):
 
     # --- reading the data
 
-    def _read(self, data: TensorDictBase, width: int) -> _Rows:
-        """The rows of ``data`` [n], and where events occur in them."""
-        count, specs = data.shape[0], self.tables.specs
-        found = _torchrl.entries_of(data, self._keys)
-        for key, column in zip(self._keys, found, strict=True):
-            if column is None and key not in self._optional:
-                raise KeyError(
-                    f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as an "
-                    "argument, or let the environment or collector write it."
-                )
-            if column is not None and column.numel() != count:
-                raise ValueError(
-                    f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
-                    "one value per transition is needed."
-                )
-        begins, ids = found[1], found[2] if len(found) > 2 else None
-        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise TypeError(
-                f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
-                "the entry with trajectory ids: episodes=Episodes(traj_key=...), or traj_key=None for one stream."
-            )
-        simple = [number for number, spec in enumerate(specs) if not spec.context and number not in self._stateful]
-        columns = [specs[number].signal(data) for number in simple]
-        # NumPy has no bfloat16
-        flags = (each != 0 if each.is_floating_point() else each for each in found if each is not None)
-        values = _on_cpu([*columns, *flags])
-        trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
-        first = np.zeros(count, bool) if begins is None else values.pop() != 0
-        last = values.pop() != 0
-        stream = trajectory if self._storage.ndim == 1 else np.arange(count) % width
-        rows = _Rows(stream, trajectory, last, first, np.zeros((count, len(specs)), bool))
-        if self._has_context:
-            self._detect_with_context(data, rows)
-        for number, column in zip(simple, values, strict=True):
-            rows.occurred[:, number] = column
-        # last, because a refused write must not be remembered
-        for number in self._stateful:
-            rows.occurred[:, number] = specs[number].signal(data).numpy()
-        return rows
-
-    def _detect_with_context(self, data: TensorDictBase, rows: _Rows) -> None:
+    def _detect_with_context(self, data: TensorDictBase, rows: EventRows) -> None:
         """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
         order = rows.stream.argsort(kind="stable")
         stream, trajectory, ends, begins, _ = (column[order] for column in rows)
@@ -325,7 +257,7 @@ class EventTableWriter(CompilableWriter):
 
     # --- writing
 
-    def _write(self, data: Any, rows: _Rows, as_number: bool) -> Tensor:
+    def _write(self, data: Any, rows: EventRows, as_number: bool) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
         tables, storage, count = self.tables, self._storage, len(rows.stream)
         arrays, lanes = tables.arrays(), dict[int, int]()
