@@ -136,3 +136,26 @@ def test_a_missing_entry_is_named(reward_sampler):
 def test_arguments_that_do_not_exist_are_refused(reward_sampler):
     with pytest.raises(TypeError, match=r"RewardSampler\(epsilon=...\): there is no such argument"):
         reward_sampler(epsilon=0.1)
+
+
+def test_private_names_of_the_base_class_are_refused(reward_sampler):
+    """Two attributes of one name in one object would be one."""
+
+    class Counts(reward_sampler):
+        def __init__(self):
+            self._storage_writes = 3
+            super().__init__()
+
+    class Allocates(Counts):
+        def __init__(self):
+            self._tensor_names = []
+            reward_sampler.__init__(self)
+
+    for make, name in ((Counts, "_storage_writes"), (Allocates, "_tensor_names")):
+        with pytest.raises(TypeError, match=rf"{make.__name__}.{name}: the base class uses this name"):
+            make()
+    with pytest.raises(TypeError, match=r"Appends._append_rows: the base class uses this name"):
+
+        class Appends(reward_sampler):
+            def _append_rows(self):
+                pass

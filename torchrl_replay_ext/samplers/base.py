@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterable
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, get_args
 
@@ -63,6 +65,13 @@ class _Entries(dict):
     """
 
 
+def _require_own_names(owner: str, taken: Iterable[str]) -> None:
+    """TypeError if a sampler uses a private name of its base class, ``taken``, which would change what that does."""
+    for name in taken:
+        if name.startswith("_") and not name.startswith(("__", "_abc_")):
+            raise TypeError(f"{owner}.{name}: the base class uses this name; choose another one.")
+
+
 class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
     """A sampler for TorchRL's replay buffers.
 
@@ -118,7 +127,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         max_priority_within_buffer: bool = False,
         **exponents: float | Anneal,
     ):
-        name = self.owner
+        name, given = self.owner, dict(vars(self))
         self.capacity = None if capacity is None else require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
         super().__init__(
@@ -129,10 +138,14 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             td_error=td_error,
             within_buffer=require_bool(name, "max_priority_within_buffer", max_priority_within_buffer),
         )
+        changed = (key for key, value in given.items() if hasattr(BoundState, key) or vars(self)[key] is not value)
+        _require_own_names(name, changed)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         cls.owner = vars(cls).get("owner", cls.__name__)
+        if not cls.__module__.startswith(f"{__package__}."):
+            _require_own_names(cls.__name__, filter(partial(hasattr, ReplaySampler), vars(cls)))
         if cls.takes_priorities:
             # TorchRL's buffers pass TD errors to this class alone
             PrioritizedSampler.register(cls)
