@@ -249,9 +249,9 @@ class BoundState(SlotState):
         written, latest = int(saved["num_writes"]), int(saved["latest_write"])
         if written != latest:
             raise ValueError(
-                f"{call}: the state is not of one moment: it was taken after {written} writes, and its part of the "
-                f"storage has changed until write {latest}, because TorchRL's storages do not copy their rows into a "
-                "state. Keep copy.deepcopy(rb.state_dict()), or use rb.dumps(path)."
+                f"{call}: the state is not of one moment, or was loaded before: {written} writes were counted when it "
+                f"was taken, and {latest} now; loads count too. TorchRL's storages do not copy their rows into a state, so "
+                "these may have changed since. Keep copy.deepcopy(rb.state_dict()), or use rb.dumps(path)."
             )
         return is_alike, has_rows
 
