@@ -250,8 +250,8 @@ class BoundState(SlotState):
         if written != latest:
             raise ValueError(
                 f"{call}: the state is not of one moment, or was loaded before: {written} writes were counted when it "
-                f"was taken, and {latest} now; loads count too. TorchRL's storages do not copy their rows into a state, so "
-                "these may have changed since. Keep copy.deepcopy(rb.state_dict()), or use rb.dumps(path)."
+                f"was taken, and {latest} now; loads count too. TorchRL's storages do not copy their rows into a "
+                "state, so these may have changed since. Keep copy.deepcopy(rb.state_dict()), or use rb.dumps(path)."
             )
         return is_alike, has_rows
 
