@@ -84,7 +84,7 @@ class Lanes:
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        can_raise = not is_traced() and (self._layout.validate or slots.is_cpu)
+        can_raise = not is_traced() and (slots.is_cpu or self._layout.validate)
         strictness = UNCHECKED if not can_raise else CHECKED if self._warned else CAREFUL
         state, interrupted, result, no_numbers, no_marks = self._views()
         trajectory = no_numbers if marks.trajectory is None else marks.trajectory

@@ -317,7 +317,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         if not slots.shape[0]:
             return
         # in graphs and on accelerators, invalid rows are left out and counted
-        refuses = not in_graph and (self.layout.validate or slots.is_cpu)
+        refuses = not in_graph and (slots.is_cpu or self.layout.validate)
         # on accelerators only a number that was expanded is read, as TorchRL's buffers do
         is_expanded = not refuses and not in_graph and (error.shape[0] == 1 or error.stride(0) == 0)
         if is_expanded and error[0] == NO_TD_ERROR:
