@@ -21,33 +21,36 @@ def test_all_implementations_have_the_same_ranks(run):
     size, generator = 40, np.random.default_rng(0)
     ranks, other = some_ranks(size), some_ranks(size)
     # the naive model: the slots of each bucket; the first bucket is in reverse
-    buckets = {}
+    buckets, newest = {}, 0
     for _ in range(40 if INTERPRETED else 150):
         count = int(generator.integers(0, 12))
-        # with duplicates, and slots out of range
-        slots = torch.from_numpy(generator.integers(-1, size + 1, count))
+        # with duplicates, except on CUDA, and slots out of range
+        some = generator.permutation(size + 2)[:count] - 1 if run.is_cuda else generator.integers(-1, size + 1, count)
+        slots = torch.from_numpy(some)
         d = torch.from_numpy(generator.choice([0.0, 1e-40, 0.5, 1.0, 1.001, 2.0, 3e38], count)).float()
         change = int(generator.integers(3))
         for each, call in ((ranks, plainly), (other, run)):
             call(*[(each.insert, slots), (each.remove, slots), (each.update, slots, d)][change])
         if run.is_cuda:
-            # sorted, where a slot that leaves lets those behind it move up
             run(ops.rank_rebuild, *other._views())
+            newest = int(slots[-1]) if count and change == 0 else newest
         # the last of duplicates counts
         last = {}
         for slot, number in [*zip(slots.tolist(), d.view(torch.int32).tolist(), strict=True)][::-1]:
             last.setdefault(slot, number)
         for slot in last:
             for members in buckets.values():
-                if slot in members and run.is_cuda:
-                    members.remove(slot)
-                elif slot in members:
+                if slot in members:
                     members[members.index(slot)] = members[-1]
                     members.pop()
         for slot, number in [*last.items()][::-1]:
             if 0 <= slot < size and change != 1:
                 buckets.setdefault(2**31 if change == 0 else number >> 16, []).append(slot)
         order = [s for key in sorted(buckets)[::-1] for s in buckets[key][:: -1 if key == 2**31 else 1]]
+        if run.is_cuda:
+            # sorted, the newest slots of a bucket first
+            ring = {slot: (newest - slot) % size for slot in range(size)}
+            order = [slot for key in sorted(buckets)[::-1] for slot in sorted(buckets[key], key=ring.__getitem__)]
         for name, array in arrays(ranks).items():
             assert run.is_cuda or torch.equal(array, arrays(other)[name]), name
         assert int(run(other.total)) == len(order)

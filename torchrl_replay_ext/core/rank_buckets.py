@@ -22,7 +22,7 @@ class RankBuckets:
     for slots that were never updated; there the last place has rank 0.
 
     The arrays are those of ``kernels/rank_layout.py``. On the CPU, changes take effect at once and cost O(1) per row.
-    On CUDA, :meth:`refresh` sorts.
+    On CUDA, :meth:`refresh` sorts, and within a bucket the slots that were written last come first.
 
     Args:
         size: number of slots.

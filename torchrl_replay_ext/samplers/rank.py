@@ -48,7 +48,7 @@ class RankBasedSampler(ReplaySampler):
     Ranks are exact after each write and update, in eager code and in graphs, up to ties: values of \|δ\| that agree in
     the first 8 binary digits (they differ by less than 0.8 %) count as equal. Transitions with equal values have
     consecutive ranks, an updated one the last of them, and draws, probabilities and weights use these ranks. On CUDA,
-    each draw sorts the transitions.
+    each draw sorts the transitions; of equal values the newest transition has the first rank there.
 
     Args:
         capacity: number of slots, at least that of the storage. Default: None, the size of the storage.

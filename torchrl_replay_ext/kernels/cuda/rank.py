@@ -1,55 +1,36 @@
 """The kernels of ranks for CUDA; see :mod:`torchrl_replay_ext.kernels.rank`.
 
-The order of all slots is sorted anew by ``rebuild``, which takes less time than to keep it up to date. ``members`` then
-begins with the slots in the order of their ranks, followed by the rank of each slot; the first entry of ``counts`` is
-the number of transitions. ``place`` is the number of the last change of a slot, negative in bucket ``NEW``, and ``top``
-the number of changes. The other arrays are not used.
+The order of all slots is sorted anew by ``rebuild``, which takes less time than to keep it up to date. Keys of 16 bits
+take a radix sort two passes. ``members`` then begins with the slots in the order of their ranks, followed by the rank
+of each slot; the first entry of ``counts`` is the number of transitions, and ``top`` the newest slot. The other arrays
+are not used. Within a bucket, ranks ascend with the age of the slots in the ring.
 """
 
 from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.launch import for_each, in_one_block, jit, within
+from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, within
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 _BUCKETS, _DROPPED_BITS = tl.constexpr(BUCKETS), tl.constexpr(DROPPED_BITS)
 _NEW, _NOWHERE = tl.constexpr(NEW), tl.constexpr(NOWHERE)
-# larger than all places
-_MARK = tl.constexpr(2**62)
 _ROWS = 256
 
 
 @jit
-def _bucket_of(d):
-    bits = d.to(tl.int32, bitcast=True) >> _DROPPED_BITS
-    found = tl.where(d < 0, _NEW, tl.minimum(tl.maximum(-bits + _BUCKETS - 1, _NEW + 1), _BUCKETS - 1))
-    return tl.where(d == d, found, _NOWHERE)
-
-
-@jit
-def _move(bucket, place, top, slots, d, size, count, is_one: tl.constexpr, num_rows: tl.constexpr):
-    for start in range(0, count, num_rows):
-        rows = start + tl.arange(0, num_rows)
-        slot = tl.load(slots + rows, mask=rows < count, other=-1)
-        # the last row of a slot leaves the largest mark
-        tl.atomic_max(place + slot, rows.to(tl.int64) + _MARK, mask=(slot >= 0) & (slot < size))
-    tl.debug_barrier()
-    number = tl.load(top)
-    for start in range(0, count, num_rows):
-        rows = start + tl.arange(0, num_rows)
-        slot = tl.load(slots + rows, mask=rows < count, other=-1)
-        valid = (slot >= 0) & (slot < size)
-        wins = valid & (tl.load(place + slot, mask=valid, other=0) == rows.to(tl.int64) + _MARK)
-        target = _bucket_of(tl.load(d + (0 if is_one else 1) * rows, mask=wins, other=0))
-        change = number + rows + 1
-        tl.debug_barrier()
-        tl.store(bucket + slot, target, mask=wins)
-        tl.store(place + slot, tl.where(target == _NEW, -change, change), mask=wins)
-        tl.debug_barrier()
-    tl.store(top, number + count)
+def _move(bucket, top, slots, d, size, count, is_one: tl.constexpr, num_rows: tl.constexpr):
+    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
+    slot = tl.load(slots + rows, mask=rows < count, other=-1)
+    priority = tl.load(d + (0 if is_one else 1) * rows, mask=rows < count, other=0.0)
+    # the bits of positive floats are ordered like the floats
+    bits = priority.to(tl.int32, bitcast=True) >> _DROPPED_BITS
+    found = tl.minimum(tl.maximum(-bits + _BUCKETS - 1, _NEW + 1), _BUCKETS - 1)
+    found = tl.where(priority < 0, _NEW, found)
+    found = tl.where(priority == priority, found, _NOWHERE)
+    tl.store(bucket + slot, found, mask=(slot >= 0) & (slot < size))
+    tl.store(top + 0 * rows, slot, mask=(rows == count - 1) & (priority < 0))
 
 
 @jit
@@ -67,19 +48,21 @@ def _rank_of(state, slot):
     return tl.load(members + size + slot, mask=stored, other=-1).to(tl.int64)
 
 
-def move(bucket, place, members, start, room, counts, top, slots, d):
-    """See the loop of the same name."""
-    in_one_block(_move, _ROWS, len(slots), bucket, place, top, slots, d, len(bucket), is_one=len(d) == 1)
+def move(bucket, _place, _members, _start, _room, _counts, top, slots, d):
+    """See the loop of the same name. The slots that are in range are distinct."""
+    in_blocks(_move, _ROWS, len(slots), bucket, top, slots, d, len(bucket), is_one=len(d) == 1)
 
 
-def rebuild(bucket: Tensor, place: Tensor, members: Tensor, start: Tensor, room: Tensor, counts: Tensor, top: Tensor):
-    """Sort: within a bucket, ranks ascend with places."""
-    size, stored = bucket.shape[0], bucket >= 0
-    key = torch.where(stored, (bucket.to(torch.int64) << 42) + place, torch.iinfo(torch.int64).max)
-    order = key.sort(stable=True).indices
+def rebuild(bucket, _place, members, _start, _room, counts, top):
+    """Sort. The empty slots come last."""
+    size, numbers = len(bucket), torch.arange(len(bucket), device=bucket.device)
+    # of equal buckets the newest slot first
+    ring = (top - numbers) % size
+    key = ((bucket.index_select(0, ring) & (2 * BUCKETS - 1)) - BUCKETS).to(torch.int16)
+    order = ring.index_select(0, key.sort(stable=True).indices)
     members[:size] = order
-    members[size : 2 * size].scatter_(0, order, torch.arange(size, dtype=torch.int32, device=order.device))
-    counts[:1] = stored.sum()
+    members[size : 2 * size].scatter_(0, order, numbers.to(torch.int32))
+    counts[:1] = (bucket >= 0).sum()
 
 
 def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smallest):
@@ -92,12 +75,12 @@ def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smal
     find(members, start, counts, size, rank, slot)
 
 
-def find(members, start, counts, size, rank, slot):
+def find(members, _start, counts, size, rank, slot):
     """See the loop of the same name."""
     for_each(_find, (members, counts, size), rank, slot)
 
 
-def rank_of(bucket, place, members, counts, slots, rank):
+def rank_of(bucket, _place, members, _counts, slots, rank):
     """See the loop of the same name."""
     for_each(_rank_of, (bucket, members, len(bucket)), slots, rank)
 
