@@ -56,7 +56,7 @@ def test_all_implementations_write_the_same_episodes(run, assigned, lanes):
     index = EpisodeIndex(some_slots(size, lanes, assigned), a_reader(lanes))
     other = copy.deepcopy(index)
     for number, (slots, marks, finished) in enumerate(random_writes(assigned, lanes, size), 1):
-        updated, d = torch.randint(-2, size + 2, (9,)), 100 * torch.rand(9)
+        updated, d = torch.randperm(size + 4)[:9] - 2, 100 * torch.rand(9)
         for each, call in ((index, plainly), (other, run)):
             call(each.append, slots, torch.tensor([number / 8], dtype=torch.float64), marks, finished)
             each._slots.generation[slots] = number

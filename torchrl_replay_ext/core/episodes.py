@@ -146,7 +146,7 @@ class EpisodeIndex(WriteObserver):
         """Set the masses of ``slots`` [n]. Slots that are out of range or empty are skipped.
 
         Args:
-            slots: int64 [n]. Of duplicates the last one wins.
+            slots: int64 [n]; those in range are distinct.
             d: their priorities, float [n], or [1] for all slots; see :meth:`SumTree.to_mass`.
             stays_new: if False (default), the transitions of the updated episodes are no longer new.
         """

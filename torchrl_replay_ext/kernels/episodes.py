@@ -189,7 +189,7 @@ def update(
     slots, d, number, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
     episode, start_of, is_finished, updated_at, totals, maxima,
 ):  # fmt: skip
-    """Set the masses of ``slots`` [n], in order; slots without a transition are skipped.
+    """Set the masses of ``slots`` [n], which are distinct; slots without a transition are skipped.
 
     ``d``: their priorities, [n], or [1] for all rows. ``number`` is the number of the last write, [1], after which
     transitions of these episodes are new; empty: no change.

@@ -194,7 +194,7 @@ def _remove_all(memory, episodes, slots, records, stops, count, num_rows: tl.con
 
 @jit
 def _update(episodes, slots, d, number, records, count, is_one: tl.constexpr, num_rows: tl.constexpr):
-    """All rows at once: exchanges and sums of integers give the same result in any order."""
+    """All rows at once: for distinct slots, exchanges and sums give the same result in any order."""
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(slots + rows, mask=rows < count, other=-1)
