@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
 from tests.test_compiled import CASES, step
 from tests.test_cuda_graphs import train
+from torchrl_replay_ext import SumTree
 from torchrl_replay_ext.kernels import ops
 
 pytest.importorskip("triton")
@@ -138,6 +140,30 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     assert called == {kernel._name for kernel in implementations.KERNELS if launches(kernel)}
 
 
-def test_kernels_in_the_interpreter_of_triton():
-    tests = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("kernels"))]
-    subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+@pytest.mark.parametrize("order", slow_but(["forward", "shuffled"], ["forward", "reversed", "shuffled"]))
+def test_kernels_in_the_interpreter_of_triton(order):
+    """Also with programs and lanes in another order: a GPU has none."""
+    plugin = [] if order == "forward" else ["-p", "tests.kernels.order"]
+    tests = [sys.executable, "-m", "pytest", "-x", *plugin, str(Path(__file__).with_name("kernels"))]
+    subprocess.run(tests, env={**os.environ, "TRITON_INTERPRET": "1", "ORDER": order}, check=True)
+
+
+def test_writes_of_other_numbers_of_rows_are_not_compiled_again(monkeypatch):
+    """60 writes of 1 to 300 rows, each of a new size: a variant for few rows and one for many, of two kernels."""
+    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    target.get_current_device = target.get_current_stream = lambda *_: 0
+    launch, compiled = JITFunction.run, Counter()
+
+    def compile_only(kernel, *arguments, warmup, grid, **options):
+        result = launch(kernel, *arguments, warmup=True, grid=grid, **options)
+        compiled[kernel.fn.__name__, result.hash] += 1
+
+    monkeypatch.setattr(driver, "_active", target)
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    numbers, one = torch.zeros(1000, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
+    tree = SumTree(1000, track_min=True)
+    state = numbers, numbers[:1].clone(), numbers.clone(), numbers.float(), one, *tree.views(), one
+    for count in range(1, 301, 5):
+        ops.rows_record._on_cuda(*map(ops.as_tensor, state), torch.arange(count), True)
+    assert sum(compiled.values()) == 120
+    assert len(compiled) <= 4

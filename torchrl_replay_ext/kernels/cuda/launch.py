@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "torchrl_replay_ext needs triton for buffers on a GPU: pip install triton (on Windows: triton-windows), or "
+        "keep the storage on the CPU: device='cpu'."
+    ) from error
+
+# rows that a thread block of a small write or update processes together
+_FEW = 32
+# Arguments that change from call to call: for a number that is 1 or a multiple of 16, Triton would compile a variant.
+_COUNTS = frozenset(("count", "num_smallest", "length"))
 
 
 def jit(function: Any) -> Any:
-    """``triton.jit``, with a result of any type."""
-    return triton.jit(function)
+    """``triton.jit``, with a result of any type; not compiled again for other numbers of rows."""
+    arguments = inspect.signature(function).parameters
+    return triton.jit(function, do_not_specialize=[name for name in arguments if name in _COUNTS])
 
 
 def some(tensor: Tensor) -> Tensor | None:
@@ -25,8 +39,11 @@ def in_blocks(kernel: Any, num_rows: int, count: int, *arguments: Any, **constan
 
 
 def in_one_block(kernel: Any, most: int, count: int, *arguments: Any, **options: Any) -> None:
-    """Run a kernel with a single thread block, which processes at most ``most`` of ``count`` rows together."""
-    rows = min(most, triton.next_power_of_2(max(count, 1)))
+    """Run a kernel with a single thread block, which processes at most ``most`` of ``count`` rows together.
+
+    There are two variants: for the few rows of a step, and for all others.
+    """
+    rows = min(most, _FEW) if count <= _FEW else most
     options = {"num_warps": max(1, min(8, rows // 32)), **options}
     kernel[(1,)](*arguments, count, num_rows=rows, **options)
 
