@@ -132,6 +132,28 @@ def test_a_loaded_storage_lies_on_its_own_device(device):
     assert loaded[:]["observation"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["mps", "xpu"])
+def test_a_device_without_kernels_is_refused_before_anything_is_made(name, monkeypatch):
+    monkeypatch.setattr("torchrl_replay_ext._torchrl.shape_and_device", lambda storage: ((10,), torch.device(name)))
+    buffer = buffer_with(ProportionalSampler(), 10)
+    with pytest.raises(ValueError, match=rf"ProportionalSampler: the storage is on {name}.*device='cpu'"):
+        buffer.extend(random_rows(4))
+
+
+def test_without_triton_an_error_names_it():
+    code = """
+import sys
+sys.modules["triton"] = None
+try:
+    import torchrl_replay_ext.kernels.cuda.launch
+except ImportError as error:
+    assert "needs triton" in str(error) and "device='cpu'" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("granularity", ["batch", "group"])
 def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
     policy = linear_policy(observation=3).to("emulated")

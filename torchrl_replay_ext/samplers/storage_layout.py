@@ -12,6 +12,9 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.core.layout import Layout, require_capacity
 
+# devices of torch for which the kernels are not compiled; ROCm calls its devices "cuda"
+_WITHOUT_KERNELS = ("mps", "xpu")
+
 
 def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | None:
     """The layout of a storage; None before the first write to the storage.
@@ -22,13 +25,19 @@ def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | No
         capacity: capacity of the sampler. None: that of the storage.
 
     Raises:
-        ValueError: if the storage holds several transitions per slot, has more slots than ``capacity``, or has no size
-            and there is no ``capacity``.
+        ValueError: if the storage is on a device without kernels, holds several transitions per slot, has more slots
+            than ``capacity``, or has no size and there is no ``capacity``.
     """
     found = _torchrl.shape_and_device(storage)
     if found is None:
         return None
     shape, device = found
+    if device.type in _WITHOUT_KERNELS:
+        raise ValueError(
+            f"{owner}: the storage is on {device}, which has no kernels for samplers. Keep the storage on the CPU, "
+            f"LazyTensorStorage(..., device='cpu'), and move the batches: rb.append_transform(lambda td: "
+            f"td.to({device.type!r}))."
+        )
     data: Any = _torchrl.stored_data(storage)
     if is_tensor_collection(data) and data.ndim > len(shape):
         raise _several_transitions(owner, data.shape[len(shape) :], data.ndim)
