@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrl_replay_ext.kernels.lanes import assign
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS, UNIT
 
@@ -74,7 +74,7 @@ def _give_back(free, number):
     free[place], free[last] = min(max(number, 0), last), place + 1
 
 
-@part
+@inlined
 def _lane_of(position, span, lane_total):
     return min(max(position // span, 0), lane_total.shape[0] - 1)
 
@@ -100,7 +100,7 @@ def _remove(slot, memory, e):
         return
     position = position_of_slot(slot, e.position_of, e.num_lanes, e.span)
     lane = _lane_of(position, e.span, e.lane_total)
-    change = put(e.leaves, e.nodes, e.pages, e.capacity, position, 0)
+    change = put(e.leaves, e.nodes, e.pages, e.capacity, position, np.int64(0))
     e.totals[record] += change
     e.lane_total[lane] += change
     memory.count[record] -= 1

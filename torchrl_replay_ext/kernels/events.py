@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, LEFT, NEXT_SLOT, UNSENT, WRITTEN
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
 from torchrl_replay_ext.kernels.tree_layout import UNIT
@@ -83,7 +83,7 @@ def _remove(k, place, tables):
         counters[FREE_TAIL] += 1
 
 
-@part
+@inlined
 def _put(k, slot, tables):
     """Make ``slot`` the newest entry of a table that is not full."""
     slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
@@ -104,7 +104,7 @@ def _is_stored(slot, number, tables):
     return tables[6][slot] == number and (tables[8].shape[0] == 0 or tables[2][0, slot] >= 0)
 
 
-@part
+@inlined
 def _step_before(slot, tables):
     """The slot of the step before that in ``slot``, -1 if the default table does not hold it."""
     number, before = tables[6], tables[7]
@@ -255,7 +255,7 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, j
     write_all(leaves, nodes, nodes[:0], pages, slot_at.shape[0], index, mass)
 
 
-@part
+@inlined
 def _allocate(eta, allocation, seed, table):
     """Divide the rows of a batch among tables in proportions ``eta``, in random order; see ``allocate``."""
     rows, tables, last = table.shape[0], eta.shape[0], 0

@@ -16,10 +16,10 @@ from torchrl_replay_ext.kernels.lanes_layout import (
     UNCHECKED,
     WRITTEN,
 )
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 
 
-@part
+@inlined
 def _lane_of(lanes, trajectory, first):
     """The lane with the unfinished ``trajectory``, searched from ``first`` on; -1 if there is none."""
     for k in range(lanes.shape[1]):
@@ -29,7 +29,7 @@ def _lane_of(lanes, trajectory, first):
     return -1
 
 
-@part
+@inlined
 def _lane_for(lanes):
     """The lane for a new trajectory: a free one, else any, and of these the one written least recently.
 
@@ -47,7 +47,7 @@ def _lane_for(lanes):
     return best
 
 
-@part
+@inlined
 def _is_in_a_chain(lanes, trajectory):
     found = False
     for lane in range(lanes.shape[1]):
@@ -62,7 +62,7 @@ def _copy(lanes, to):
             to[kind, lane] = lanes[kind, lane]
 
 
-@part
+@inlined
 def _has_runs(trajectory):
     """True if two rows that follow each other have the same id: the rows of one environment come after another's."""
     found = False
@@ -92,7 +92,7 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
     has_ids, has_runs = trajectory.shape[0] > 0, _has_runs(trajectory)
     state = np.empty(lanes.shape, np.int64)
     _copy(lanes, state)
-    now, num_interrupted, lane = 0, 0, 0
+    now, num_interrupted, lane = 0, 0, np.int64(0)
     for k in range(num_lanes):
         now = max(now, state[WRITTEN, k])
     result[0] = DONE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,11 +12,17 @@ from typing import Any
 
 try:
     import numba
+    from numba.core import event as numba_event
     from numba.core.sigutils import normalize_signature
 except ImportError as error:
     raise ImportError("torchrl_replay_ext needs numba for its kernels on the CPU: pip install 'numba>=0.61'") from error
 
 
+# seconds of compiling in a process after which one line says what happens
+NOTICE_AFTER = 1.0
+_compile: Any = numba.njit
+_OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}
+_log = logging.getLogger("torchrl_replay_ext")
 # Machine code on disk is valid for these sources: loops contain the code of others, of which Numba checks none.
 _SOURCES = sorted(
     (path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in Path(__file__).parent.glob("*.py")
@@ -26,21 +34,11 @@ def loop(function: Callable[..., Any]) -> Any:
 
     ``loop(function).py_func`` is the function itself, the reference for tests.
     """
-    return _compiled(function)
-
-
-def part(function: Callable[..., Any]) -> Any:
-    """Compile a part of loops, which only loops can call; this takes less time than :func:`loop`."""
-    return _compiled(function, no_cpython_wrapper=True)
-
-
-def _compiled(function: Callable[..., Any], **options: Any) -> Any:
-    options |= {"nogil": True, "no_cfunc_wrapper": True}
     try:
-        compiled = numba.njit(cache=True, **options)(function)
+        compiled = _compile(**_OPTIONS, cache=True)(function)
     except RuntimeError:
         # neither the folder of the package nor the user's cache folder can be written to
-        return numba.njit(**options)(function)
+        return _compile(**_OPTIONS)(function)
     # a later release of Numba may keep its stamp elsewhere; a test fails then
     cache = vars(compiled).get("_cache")
     file = vars(cache or compiled).get("_cache_file")
@@ -48,6 +46,63 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Any:
         vars(file)["_source_stamp"] = _SOURCES
         vars(compiled)["_cache"] = _TolerantCache(cache)
     return compiled
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Compile a part that several loops call; this takes less time than :func:`loop`.
+
+    A literal number as an argument would be another type, for which it is compiled again: pass ``np.int64(0)``.
+    """
+    return _compile(**_OPTIONS, no_cpython_wrapper=True)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a part as lines of the one loop that calls it, which takes less time than :func:`part`."""
+    return _compile(**_OPTIONS, inline="always")(function)
+
+
+class _Notice(numba_event.Listener):
+    """Says once in a process why the first calls take so long, after some time of compiling."""
+
+    def __init__(self) -> None:
+        # the loops that are being compiled: a loop and its parts
+        self._running: list[Any] = []
+        self._begin = self._before = 0.0
+
+    def on_start(self, event: Any) -> None:
+        """A function is compiled from now on, perhaps one of another package."""
+        if _is_ours(event):
+            if not self._running:
+                self._begin = time.perf_counter()
+            self._running.append(event.data["dispatcher"])
+
+    def on_end(self, event: Any) -> None:
+        """A function was compiled."""
+        if not (_is_ours(event) and self._running):
+            return
+        seconds, outermost = self._before + time.perf_counter() - self._begin, self._running[0]
+        self._running.pop()
+        if not self._running:
+            self._before = seconds
+        if seconds > NOTICE_AFTER:
+            numba_event.unregister("numba:compile", self)
+            _log.warning(
+                "Numba compiles the loops of replay buffers for this machine, which takes seconds. %s "
+                "`python -m torchrl_replay_ext.kernels` compiles all of them ahead.",
+                _where(outermost),
+            )
+
+
+def _is_ours(event: Any) -> bool:
+    function = getattr(event.data.get("dispatcher"), "py_func", None)
+    return getattr(function, "__module__", "").startswith("torchrl_replay_ext.")
+
+
+def _where(compiled: Any) -> str:
+    folder = compiled._cache.cache_path
+    if folder is None:
+        return "No folder for the machine code can be written to: set NUMBA_CACHE_DIR, or each process compiles again."
+    return f"This happens once: other processes find the machine code in {folder}."
 
 
 class _TolerantCache:
@@ -95,3 +150,6 @@ class _TolerantCache:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+numba_event.register("numba:compile", _Notice())

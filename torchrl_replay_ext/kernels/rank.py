@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.rank_layout import BITS, BUCKETS, DROPPED_BITS, FIRST, NEW, NOWHERE
 
 
@@ -67,7 +67,7 @@ def rebuild(bucket, place, members, start, room, counts, top):
     _lay_out(bucket, place, members, start, room, counts, top, NEW)
 
 
-@part
+@inlined
 def _take_out(s, bucket, place, members, start, counts):
     """Remove slot ``s`` from its bucket; the last one of the bucket takes its place."""
     b = bucket[s]
@@ -118,7 +118,7 @@ def move(bucket, place, members, start, room, counts, top, slots, d):
         _count(b, 1, counts)
 
 
-@part
+@inlined
 def _read_ahead(bucket, place, members, start, slots):
     """Read what the loops after it need, without branches, so that the cache misses of the rows overlap."""
     size = bucket.shape[0]
@@ -131,7 +131,7 @@ def _read_ahead(bucket, place, members, start, slots):
         at[row] = members[at[row]]
 
 
-@part
+@inlined
 def _find(members, start, counts, size, rank, slot):
     for row in range(rank.shape[0]):
         slot[row] = -1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.episodes import position_of_slot
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
@@ -45,7 +45,7 @@ def _sum_ends(entries, begin, pages, last, rows, first, end, total):
     return count
 
 
-@part
+@inlined
 def _sums_between(leaves, nodes, pages, capacity, first, end, total):
     """Set ``total`` [n] to the sums of the leaves from ``first`` to ``end`` - 1; changes ``first`` and ``end``."""
     for row in range(first.shape[0]):
@@ -56,16 +56,17 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
         for each in (first[row], end[row]):
             place = place_of(min(each, capacity - 1) & -CHILDREN, leaves, pages)
             total[row] += leaves[np.uint64(place)] + leaves[np.uint64(place + CHILDREN // 2)]
-    total[:] = 0
-    rows, last, begin = np.arange(first.shape[0]), capacity - 1, nodes.shape[0]
-    count = _sum_ends(leaves, 0, pages, last, rows, first, end, total)
+    rows, last, begin = np.empty(first.shape[0], np.int64), capacity - 1, nodes.shape[0]
+    for row in range(first.shape[0]):
+        rows[row], total[row] = row, 0
+    count = _sum_ends(leaves, np.int64(0), pages, last, rows, first, end, total)
     while begin > 0 and count > 0:
         last >>= BITS
         begin -= CHILDREN * ((last >> BITS) + 1)
         count = _sum_ends(nodes, begin, nodes[:0], last, rows[:count], first, end, total)
 
 
-@part
+@inlined
 def _part_of_episode(
     slot, record, number, position_of, num_lanes, span, start_of, is_finished, updated_at, totals, largest
 ):
@@ -154,9 +155,10 @@ def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
     * ``episodes`` are the arguments of :func:`reliability` after ``result``.
     """
     size, total = leaf.shape[0], nodes[0]
-    rows, mass = np.arange(size), np.empty(size, np.int64)
-    proposed, factor = np.empty(size, np.int64), np.empty(size)
-    leaf[:], density[:] = 0, 0.0
+    rows, mass = np.empty(size, np.int64), np.empty(size, np.int64)
+    proposed, factor = np.empty(size, np.int64), np.empty(size, np.float64)
+    for row in range(size):
+        rows[row], leaf[row], density[row] = row, 0, 0.0
     if total <= 0:
         return
     for attempt in range(ROUNDS):
@@ -178,8 +180,11 @@ def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
         if size == 0:
             return
     # one pass over all Ψ
-    running, sums, factor = 0.0, np.empty(capacity), np.empty(capacity)
-    _set_factor(np.arange(capacity), omega[0], factor, episodes)
+    running, sums, factor = 0.0, np.empty(capacity, np.float64), np.empty(capacity, np.float64)
+    slots = np.empty(capacity, np.int64)
+    for k in range(capacity):
+        slots[k] = k
+    _set_factor(slots, omega[0], factor, episodes)
     for k in range(capacity):
         running += leaves[place_of(k, leaves, pages)] * factor[k]
         sums[k] = running
@@ -188,7 +193,7 @@ def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
         leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
 
 
-@part
+@inlined
 def _set_factor(slots, omega, factor, episodes):
     """Set ``factor`` [n] to R^ω of ``slots`` [n]."""
     reliability(slots, factor, *episodes)
@@ -196,7 +201,7 @@ def _set_factor(slots, omega, factor, episodes):
         factor[row] **= omega
 
 
-@part
+@inlined
 def _choose(sums, u):
     """Choose an index in proportion to the steps of the running ``sums``."""
     low, high = 0, sums.shape[0] - 1

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop
 from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.kernels.tree import write_all, write_power
 from torchrl_replay_ext.kernels.tree_layout import UNIT
@@ -81,11 +81,13 @@ def record(generation, number, drawn_at, d, largest, leaves, nodes, minima, page
         d[slot] = np.float32(-largest[0]) if stays else np.float32(0)
         drawn_at[slot] = -abs(drawn_at[slot])
     if capacity > 0:
-        mass = math.ceil(largest[0] ** alpha[0] * UNIT) if stays else 0
-        write_all(leaves, nodes, minima, pages, capacity, slots, np.full(slots.shape[0], mass, np.int64))
+        mass = np.empty(slots.shape[0], np.int64)
+        for row in range(slots.shape[0]):
+            mass[row] = math.ceil(largest[0] ** alpha[0] * UNIT) if stays else 0
+        write_all(leaves, nodes, minima, pages, capacity, slots, mass)
 
 
-@part
+@inlined
 def _delta(error, squared):
     """|δ|; negative or NaN for invalid TD errors."""
     return math.sqrt(error) if squared and error >= 0 else float(error)

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.loop import loop, part
+from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 
@@ -116,7 +116,7 @@ def _sum(entries, first):
     return total
 
 
-@part
+@inlined
 def _refresh_minima(leaves, minima, pages, capacity, index, before):
     """Bring the minima, which were right before, up to date.
 
@@ -207,7 +207,8 @@ def descend(leaves, nodes, pages, capacity, leaf, mass):
     shift = BITS
     while (capacity - 1) >> shift:
         shift += BITS
-    leaf[:] = 0
+    for row in range(leaf.shape[0]):
+        leaf[row] = 0
     begin, width = 0, CHILDREN
     while shift > BITS:
         begin += width
@@ -218,15 +219,15 @@ def descend(leaves, nodes, pages, capacity, leaf, mass):
         for row in range(leaf.shape[0]):
             leaf[row] = CHILDREN * min(leaf[row], last)
     if pages.shape[0] == 0:
-        _choose_children(leaves, 0, leaf, mass)
+        _choose_children(leaves, np.int64(0), leaf, mass)
         for row in range(leaf.shape[0]):
             leaf[row] = min(leaf[row], capacity - 1)
             mass[row] = leaves[leaf[row]]
         return
-    place = np.empty_like(leaf)
+    place = np.empty(leaf.shape[0], np.int64)
     for row in range(leaf.shape[0]):
         place[row] = place_of(leaf[row], leaves, pages)
-    _choose_children(leaves, 0, place, mass)
+    _choose_children(leaves, np.int64(0), place, mass)
     for row in range(leaf.shape[0]):
         leaf[row] = min(leaf[row] + (place[row] & (CHILDREN - 1)), capacity - 1)
         mass[row] = leaves[place[row]]
