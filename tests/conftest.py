@@ -1,14 +1,12 @@
 import time
 
 import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+
+from torchrl_replay_ext import validate_on_accelerators
 
 BEGIN = time.monotonic()
-
-import torch  # noqa: E402
-from hydra.core.config_store import ConfigStore  # noqa: E402
-
-from torchrl_replay_ext import validate_on_accelerators  # noqa: E402
-
 torch.set_num_threads(1)
 
 

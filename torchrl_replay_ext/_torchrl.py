@@ -38,9 +38,9 @@ from torchrl.data.replay_buffers import (
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
 
 
-def length(storage: Storage) -> int:
+def length(storage: Any) -> int:
     """The number of stored transitions."""
-    return len(storage)  # pyright: ignore[reportArgumentType]: the abstract class declares no __len__
+    return len(storage)
 
 
 def set_length(storage: Any, count: int) -> None:
