@@ -43,7 +43,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--frames", type=int, default=30_000, help="frames of the environment [%(default)s]")
+    parser.add_argument("--frames", type=int, default=50_000, help="frames of the environment [%(default)s]")
     text = "the update as one graph, by compile_step (--compile) or by torch.compile (--compile torch)"
     parser.add_argument("--compile", choices=["step", "torch"], nargs="?", const="step", help=text)
     return parser.parse_args(words)
@@ -81,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> float:
     loss_module.make_value_estimator(gamma=0.99)  # before the update is compiled
     target = HardUpdate(loss_module, value_network_update_interval=0)  # each step copies
     # The step of an Adam as a function of gradients. Graphs need it; in eager code, it is the step of the Adam itself.
-    optimizer = AdamStep(torch.optim.Adam(loss_module.parameters(), lr=2.3e-3, fused=True))
+    optimizer = AdamStep(torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True))
 
     # The buffer. DQNLoss writes SQUARED TD errors, which is what samplers expect by default.
     num_updates = args.frames // FRAMES_PER_BATCH * UPDATES
