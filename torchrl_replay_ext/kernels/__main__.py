@@ -108,7 +108,7 @@ def main() -> None:
         begin = time.perf_counter()
         use(rb)
         print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
-    print(f"The machine code is in {tree.draw._cache.cache_path or 'no folder: none can be written to'}.")
+    print(f"The machine code is in {tree.draw.stats.cache_path or 'no folder: none can be written to'}.")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _is_ours(event: Any) -> bool:
 
 
 def _where(compiled: Any) -> str:
-    folder = compiled._cache.cache_path
+    folder = compiled.stats.cache_path
     if folder is None:
         return "No folder for the machine code can be written to: set NUMBA_CACHE_DIR, or each process compiles again."
     return f"This happens once: other processes find the machine code in {folder}."
