@@ -67,11 +67,14 @@ def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTab
     if not tables.is_allocated:
         tables = copy.deepcopy(tables)
         tables.allocate(num_slots, torch.device("cpu"))
-    saved_slots = len(state["number"])
-    is_alike = torch.equal(torch.as_tensor(state["begins"], device="cpu"), tables.begins)
-    if not is_alike or not saved_slots == num_slots == tables.num_slots:
+    if not torch.equal(torch.as_tensor(state["begins"], device="cpu"), tables.begins):
         raise ValueError(
-            f"{call}: the state is for tables of other capacities, or for {saved_slots} slots instead "
-            f"of {num_slots}; create the buffer with the capacities and the storage size of the saved one."
+            f"{call}: the state is for tables of other capacities; create the tables with those of the saved ones."
+        )
+    saved_slots = len(state["number"])
+    if not saved_slots == num_slots == tables.num_slots:
+        raise ValueError(
+            f"{call}: the state of the tables is for {saved_slots} slots instead of {num_slots}; create the buffer "
+            "with the storage size of the saved one."
         )
     require_fitting(call, state, tables.tensors())
