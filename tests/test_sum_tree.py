@@ -59,12 +59,14 @@ class TreeAgainstList(RuleBasedStateMachine):
     )
     def create(self, capacity, track_min, seed):
         self.generator = torch.Generator().manual_seed(seed)
-        self.track_min = track_min
+        self.track_min = track_min and not self.paged
+        # up to 20 blocks
+        capacity = 17 * capacity if self.paged else capacity
         self.masses = [0] * capacity
         # pages for half of the blocks, so that pages are freed and used again
         self.free = list(range((capacity // PAGE + 2) // 2))
         self.pages: dict[int, int] = {}  # block -> page
-        self.tree = SumTree(capacity, track_min=track_min, num_pages=len(self.free) if self.paged else None)
+        self.tree = SumTree(capacity, track_min=self.track_min, num_pages=len(self.free) if self.paged else None)
 
     def choose_leaves(self, data, most=12) -> list[int]:
         leaves = [i for i in range(len(self.masses)) if not self.paged or i // PAGE in self.pages]

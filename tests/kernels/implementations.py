@@ -21,6 +21,8 @@ ON_DEVICE = pytest.param(
 WAYS = ["interpreter"] if INTERPRETED else ["python", "operation", ON_DEVICE]
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="Triton interprets its kernels only")
 CAPACITIES = [1, 16, 17, 257]
+# capacities of trees, and whether they have pages
+TREES = [*[(capacity, False) for capacity in CAPACITIES], (17, True), (257, True), (5000, True)]
 # rows of a draw that is compared with its distribution
 ROWS = 400 if INTERPRETED else 800
 
@@ -53,7 +55,7 @@ def scramble(*tensors):
 
 def a_tree(capacity, paged=False):
     blocks = capacity // SumTree.PAGE + 1
-    tree = SumTree(capacity, track_min=True, num_pages=blocks if paged else None)
+    tree = SumTree(capacity, track_min=not paged, num_pages=blocks if paged else None)
     tree.pages.copy_(torch.randperm(blocks)[: len(tree.pages)])
     tree.write(torch.arange(capacity), torch.randint(0, 2**40, (capacity,)))
     return tree

@@ -24,7 +24,7 @@ from torchrl_replay_ext.kernels.ops import (
     tree_write,
     tree_write_power,
 )
-from torchrl_replay_ext.kernels.tree_layout import NOTHING, PAGE_BITS, UNIT, allocate
+from torchrl_replay_ext.kernels.tree_layout import CHILDREN, NOTHING, PAGE_BITS, UNIT, allocate
 
 
 def read_root(nodes: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ class SumTree:
     Args:
         capacity: number of leaves, >= 1.
         track_min: also track the smallest positive mass, for :meth:`min`. Default: False.
-        num_pages: number of pages of ``SumTree.PAGE`` = 64 leaves, for trees over a sparsely used range: ``leaves``
+        num_pages: number of pages of ``SumTree.PAGE`` = 256 leaves, for trees over a sparsely used range: ``leaves``
             has pages for so many blocks of leaves only. The owner of the tree writes the page of each block to
-            ``pages``. Page ``num_pages`` always holds zeros; at first it is that of all blocks. Default: None, all
-            leaves are stored.
+            ``pages``. Page ``num_pages`` always holds zeros; at first it is that of all blocks. Such trees have more
+            than 16 leaves, and do not track the smallest mass. Default: None, all leaves are stored.
         device: device of the tensors. Default: None, torch's default device.
 
     Raises:
-        ValueError: if ``capacity`` is out of range.
+        ValueError: if ``capacity`` is out of range, or a tree with pages is too small or tracks the smallest mass.
 
     Examples:
         >>> tree = SumTree(4)
@@ -85,14 +85,17 @@ class SumTree:
     ):
         if capacity < 1:
             raise ValueError(f"SumTree(capacity={capacity}): capacity must be >= 1.")
+        is_paged = num_pages is not None
+        if is_paged and (track_min or capacity <= CHILDREN):
+            raise ValueError(
+                f"SumTree(capacity={capacity}, track_min={track_min}, num_pages={num_pages}): a tree with pages has "
+                f"more than {CHILDREN} leaves and no minima."
+            )
         self.capacity = capacity
         # the masses; call rebuild_() after writing to them directly
-        self.leaves, self.nodes = allocate(capacity, device)
+        self.leaves, self.nodes = allocate(capacity, device, num_pages + 1 if is_paged else None)
         # the page of each block, int64 [capacity // PAGE + 1]; empty if all leaves are stored
-        self.pages = self.leaves.new_empty(0)
-        if num_pages is not None:
-            self.leaves = self.leaves.new_zeros((num_pages + 1) * self.PAGE)
-            self.pages = self.leaves.new_full((capacity // self.PAGE + 1,), num_pages)
+        self.pages = self.leaves.new_full((capacity // self.PAGE + 1 if is_paged else 0,), num_pages or 0)
         # the smallest positive leaf below each node, or the largest int64; empty if not tracked
         self.minima = torch.full_like(self.nodes[: None if track_min else 0], NOTHING)
         # what kernels change: leaves, nodes, minima, pages, and the number of leaves

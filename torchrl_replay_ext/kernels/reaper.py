@@ -11,7 +11,7 @@ import numpy as np
 from torchrl_replay_ext.kernels.episodes import position_of_slot
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
-from torchrl_replay_ext.kernels.tree import descend, place_of
+from torchrl_replay_ext.kernels.tree import descend, lowest_level, place_of
 from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 
 # Rows that reject so many proposals are drawn by one pass over all Ψ.
@@ -21,19 +21,21 @@ LAST = 2**31
 
 
 @part
-def _sum_ends(entries, begin, pages, last, rows, first, end, total):
+def _sum_ends(entries, begin, shift, leaves, pages, last, rows, first, end, total):
     """Add to ``total`` the entries of a level whose parents are not within the range ``first`` to ``end`` - 1.
 
-    ``rows`` are the rows that have such a range, ``last`` the last entry of the level. Returns the number of rows that
-    go on: they come first in ``rows``, and their ``first`` and ``end`` become the range of the parents.
+    ``rows`` are the rows that have such a range, ``last`` the last entry of the level, which is ``shift`` bits above
+    the leaves; ``pages`` is empty if all its entries are stored. Returns the number of rows that go on: they come first
+    in ``rows``, and their ``first`` and ``end`` become the range of the parents.
     """
     count = 0
     for k in range(rows.shape[0]):
         row = rows[k]
         is_one_block = first[row] >> BITS == end[row] >> BITS
         inner, outer = first[row] & (CHILDREN - 1), end[row] & (CHILDREN - 1)
-        left = np.uint64(begin + place_of(min(first[row], last) & -CHILDREN, entries, pages))
-        right = np.uint64(begin + place_of(min(end[row], last) & -CHILDREN, entries, pages))
+        first_leaf, last_leaf = (min(first[row], last) & -CHILDREN) << shift, (min(end[row], last) & -CHILDREN) << shift
+        left = np.uint64(begin + (place_of(first_leaf, leaves, pages) >> shift))
+        right = np.uint64(begin + (place_of(last_leaf, leaves, pages) >> shift))
         below, above = (outer, 0) if is_one_block else (CHILDREN, outer)
         # without branches, which takes less time
         for child in range(CHILDREN):
@@ -56,14 +58,16 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
         for each in (first[row], end[row]):
             place = place_of(min(each, capacity - 1) & -CHILDREN, leaves, pages)
             total[row] += leaves[np.uint64(place)] + leaves[np.uint64(place + CHILDREN // 2)]
-    rows, last, begin = np.empty(first.shape[0], np.int64), capacity - 1, nodes.shape[0]
+    rows, last, begin = np.empty(first.shape[0], np.int64), capacity - 1, lowest_level(leaves, nodes)
     for row in range(first.shape[0]):
         rows[row], total[row] = row, 0
-    count = _sum_ends(leaves, np.int64(0), pages, last, rows, first, end, total)
+    count = _sum_ends(leaves, np.int64(0), 0, leaves, pages, last, rows, first, end, total)
+    last >>= BITS
+    count = _sum_ends(nodes, begin, BITS, leaves, pages, last, rows[:count], first, end, total)
     while begin > 0 and count > 0:
         last >>= BITS
         begin -= CHILDREN * ((last >> BITS) + 1)
-        count = _sum_ends(nodes, begin, nodes[:0], last, rows[:count], first, end, total)
+        count = _sum_ends(nodes, begin, 0, leaves, pages[:0], last, rows[:count], first, end, total)
 
 
 @inlined

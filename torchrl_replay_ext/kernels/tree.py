@@ -22,6 +22,12 @@ def place_of(leaf, leaves, pages):
     return (page << PAGE_BITS) + (leaf & ((1 << PAGE_BITS) - 1))
 
 
+@part
+def lowest_level(leaves, nodes):
+    """Where the lowest level begins in ``nodes``."""
+    return nodes.shape[0] - CHILDREN * (((leaves.shape[0] - 1) >> 2 * BITS) + 1)
+
+
 @loop
 def write(leaves, nodes, minima, pages, capacity, index, mass):
     """``leaves[index] = mass``, in order: of duplicates the last one wins. ``mass``: [n], or [1] for all rows.
@@ -51,19 +57,23 @@ def write_all(leaves, nodes, minima, pages, capacity, index, change):
 
     Each level of sums is one short loop, so that the cache misses of the rows overlap.
     """
-    before = np.empty(index.shape[0], np.int64)
+    place, before = np.empty(index.shape[0], np.int64), np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
         if index[row] < 0 or index[row] >= capacity:
             change[row] = 0
             continue
-        place = place_of(index[row], leaves, pages)
-        old, mass = leaves[place], change[row]
+        place[row] = place_of(index[row], leaves, pages)
+        old, mass = leaves[place[row]], change[row]
         change[row] -= old
-        leaves[place] = mass
+        leaves[place[row]] = mass
         before[row] = old
     if minima.shape[0] > 0:
-        _refresh_minima(leaves, minima, pages, capacity, index, before)
-    shift, last, begin = 0, capacity - 1, nodes.shape[0]
+        _refresh_minima(leaves, minima, capacity, index, before)
+    begin = lowest_level(leaves, nodes)
+    for row in range(index.shape[0]):
+        if change[row] != 0:
+            nodes[begin + (place[row] >> BITS)] += change[row]
+    shift, last = BITS, (capacity - 1) >> BITS
     while begin > 0:
         shift += BITS
         last >>= BITS
@@ -81,7 +91,9 @@ def put(leaves, nodes, pages, capacity, leaf, mass):
     if change == 0:
         return change
     leaves[place] = mass
-    node, last, begin = leaf, capacity - 1, nodes.shape[0]
+    begin = lowest_level(leaves, nodes)
+    nodes[begin + (place >> BITS)] += change
+    node, last = leaf >> BITS, (capacity - 1) >> BITS
     while begin > 0:
         node >>= BITS
         last >>= BITS
@@ -117,23 +129,23 @@ def _sum(entries, first):
 
 
 @inlined
-def _refresh_minima(leaves, minima, pages, capacity, index, before):
+def _refresh_minima(leaves, minima, capacity, index, before):
     """Bring the minima, which were right before, up to date.
 
     ``index`` [n] are the leaves that were set, and ``before`` their masses at that time.
     """
-    lowest = minima.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
+    lowest = lowest_level(leaves, minima)
     rows, count = np.empty(index.shape[0], np.int64), 0
     # Nearly all rows change no minimum. This loop finds the others with few branches: their cache misses overlap.
     for row in range(index.shape[0]):
         if index[row] < 0 or index[row] >= capacity:
             continue
-        mass, smallest = leaves[place_of(index[row], leaves, pages)], minima[lowest + (index[row] >> BITS)]
+        mass, smallest = leaves[index[row]], minima[lowest + (index[row] >> BITS)]
         rows[count] = row
         count += (0 < mass < smallest) | (before[row] == smallest)
     for k in range(count):
         node, last, begin = index[rows[k]], capacity - 1, minima.shape[0]
-        old, new = before[rows[k]], leaves[place_of(node, leaves, pages)]
+        old, new = before[rows[k]], leaves[node]
         while begin > 0 and new != old:
             first = node & -CHILDREN
             node >>= BITS
@@ -143,7 +155,7 @@ def _refresh_minima(leaves, minima, pages, capacity, index, before):
             if 0 < new <= smallest:
                 minima[begin + node] = new
             elif old == smallest and begin == lowest:
-                minima[begin + node] = _smallest(leaves, place_of(first, leaves, pages))
+                minima[begin + node] = _smallest(leaves, first)
             elif old == smallest:
                 minima[begin + node] = _smallest(minima, below + first)
             old, new = smallest, minima[begin + node]
@@ -204,7 +216,9 @@ def _choose_children(entries, begin, place, rest):
 @part
 def descend(leaves, nodes, pages, capacity, leaf, mass):
     """Walk from the root to ``leaf`` [n]; ``mass`` [n] is first the rest of the target, at the end that of the leaf."""
-    shift = BITS
+    shift, is_paged = BITS, pages.shape[0] > 0
+    end = leaves.shape[0] if is_paged else capacity
+    block = np.empty(leaf.shape[0] if is_paged else 0, np.int64)
     while (capacity - 1) >> shift:
         shift += BITS
     for row in range(leaf.shape[0]):
@@ -214,23 +228,22 @@ def descend(leaves, nodes, pages, capacity, leaf, mass):
         begin += width
         width = CHILDREN * (((capacity - 1) >> shift) + 1)
         shift -= BITS
+        if is_paged and shift == BITS:
+            # from here on, positions in the stored blocks
+            for row in range(leaf.shape[0]):
+                block[row] = leaf[row] >> BITS << PAGE_BITS
+                leaf[row] = place_of(block[row], leaves, pages) >> BITS
         _choose_children(nodes, begin, leaf, mass)
-        last = (capacity - 1) >> shift
+        last = ((end if shift == BITS else capacity) - 1) >> shift
         for row in range(leaf.shape[0]):
             leaf[row] = CHILDREN * min(leaf[row], last)
-    if pages.shape[0] == 0:
-        _choose_children(leaves, np.int64(0), leaf, mass)
-        for row in range(leaf.shape[0]):
-            leaf[row] = min(leaf[row], capacity - 1)
-            mass[row] = leaves[leaf[row]]
-        return
-    place = np.empty(leaf.shape[0], np.int64)
+    _choose_children(leaves, np.int64(0), leaf, mass)
     for row in range(leaf.shape[0]):
-        place[row] = place_of(leaf[row], leaves, pages)
-    _choose_children(leaves, np.int64(0), place, mass)
-    for row in range(leaf.shape[0]):
-        leaf[row] = min(leaf[row] + (place[row] & (CHILDREN - 1)), capacity - 1)
-        mass[row] = leaves[place[row]]
+        place = min(leaf[row], end - 1)
+        mass[row] = leaves[place]
+        if is_paged:
+            place = block[row] + (place & ((1 << PAGE_BITS) - 1))
+        leaf[row] = min(place, capacity - 1)
 
 
 @loop
@@ -243,7 +256,12 @@ def prefix(leaves, nodes, pages, capacity, index, total):
             place = place_of(first, leaves, pages)
             for k in range(node - first):
                 running += leaves[place + k]
-        last, begin = capacity - 1, nodes.shape[0]
+        node, last, begin = node >> BITS, (capacity - 1) >> BITS, lowest_level(leaves, nodes)
+        first = node & -CHILDREN
+        if first < node:
+            place = begin + (place_of(first << BITS, leaves, pages) >> BITS)
+            for k in range(node - first):
+                running += nodes[place + k]
         while begin > 0:
             node >>= BITS
             last >>= BITS
@@ -256,20 +274,23 @@ def prefix(leaves, nodes, pages, capacity, index, total):
 @loop
 def rebuild(leaves, nodes, minima, pages, capacity):
     """Recompute all sums and minima from the leaves."""
-    last, begin = (capacity - 1) >> BITS, nodes.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
-    for node in range(last + 1):
-        first = place_of(CHILDREN * node, leaves, pages)
-        nodes[begin + node] = _sum(leaves, first)
+    last, begin = (capacity - 1) >> BITS, lowest_level(leaves, nodes)
+    for node in range(leaves.shape[0] >> BITS):
+        nodes[begin + node] = _sum(leaves, CHILDREN * node)
         if minima.shape[0] > 0:
-            minima[begin + node] = _smallest(leaves, first)
+            minima[begin + node] = _smallest(leaves, CHILDREN * node)
+    is_lowest = True
     while begin > 0:
         last >>= BITS
         below, begin = begin, begin - CHILDREN * ((last >> BITS) + 1)
         for node in range(last + 1):
             first = below + CHILDREN * node
+            if is_lowest:
+                first = below + (place_of(node << PAGE_BITS, leaves, pages) >> BITS)
             nodes[begin + node] = _sum(nodes, first)
             if minima.shape[0] > 0:
                 minima[begin + node] = _smallest(minima, first)
+        is_lowest = False
 
 
 @loop
@@ -298,7 +319,7 @@ def refresh_maximum(leaves, maxima, capacity, leaf):
 @loop
 def rebuild_maxima(leaves, maxima, capacity):
     """Recompute all maxima from the leaves."""
-    last, begin = (capacity - 1) >> BITS, maxima.shape[0] - CHILDREN * (((capacity - 1) >> 2 * BITS) + 1)
+    last, begin = (capacity - 1) >> BITS, lowest_level(leaves, maxima)
     for node in range(last + 1):
         maxima[begin + node] = _largest(leaves, CHILDREN * node)
     while begin > 0:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_blocks, in_one_block, jit, some, within
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
+from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT, lowest_width
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
 _UNIT = tl.constexpr(UNIT)
@@ -31,7 +31,8 @@ class Tree(NamedTuple):
 
     leaves: Tensor
     nodes: Tensor
-    size: int
+    # where the lowest level begins in ``nodes``
+    lowest: int
     pages: Tensor | None
     num_pages: int
     capacity: int
@@ -42,7 +43,8 @@ class Tree(NamedTuple):
 def tree_of(leaves: Tensor, nodes: Tensor, pages: Tensor | None, capacity: int) -> Tree:
     """The tree that a kernel takes, from the arguments of a loop."""
     levels = tl.constexpr(max(1, -(-(capacity - 1).bit_length() // BITS)))
-    return Tree(leaves, nodes, len(nodes), pages, len(leaves) >> PAGE_BITS, capacity, levels)
+    lowest = len(nodes) - lowest_width(len(leaves))
+    return Tree(leaves, nodes, lowest, pages, len(leaves) >> PAGE_BITS, capacity, levels)
 
 
 @jit
@@ -56,9 +58,15 @@ def place_of(tree, leaf):
 
 
 @jit
-def _top(tree):
-    """The last leaf, and where the level of the leaves would begin in ``nodes``."""
-    return tl.cast(tree.capacity, tl.int64) - 1, tl.cast(tree.size, tl.int64)
+def _place_of_node(tree, node, is_lowest: tl.constexpr):
+    """The position of a node in its level."""
+    return place_of(tree, node << _BITS) >> _BITS if is_lowest else node
+
+
+@jit
+def _lowest(tree):
+    """The last node of the lowest level, and where the level begins in ``nodes``."""
+    return (tl.cast(tree.capacity, tl.int64) - 1) >> _BITS, tl.cast(tree.lowest, tl.int64)
 
 
 @jit
@@ -86,7 +94,8 @@ def find_leaf(tree, rest):
     for level in tl.static_range(1, tree.levels):
         begin += width
         width = ((last_leaf >> (_BITS * (tree.levels - level + 1))) + 1) * _CHILDREN
-        child, ahead, _ = _child(tree.nodes + begin, node * _CHILDREN, rest)
+        first = _place_of_node(tree, node * _CHILDREN, level == tree.levels - 1)
+        child, ahead, _ = _child(tree.nodes + begin, first, rest)
         rest -= ahead
         node = tl.minimum(node * _CHILDREN + child, last_leaf >> (_BITS * (tree.levels - level)))
     child, _, values = _child(tree.leaves, place_of(tree, node * _CHILDREN), rest)
@@ -112,29 +121,31 @@ def _descend(tree, target, leaf, mass, count, is_fraction: tl.constexpr, num_row
 def sum_before(tree, node):
     """The sum of all leaves before each leaf of ``node`` [n]."""
     children = tl.arange(0, _CHILDREN)
-    last, begin = _top(tree)
-    node = within(node, last + 2)
+    end = tl.cast(tree.capacity, tl.int64)
+    node = within(node, end + 1)
     # ``capacity`` itself may lie in a block that has no leaves, of which nothing is read
-    first = place_of(tree, tl.minimum(node & -_CHILDREN, last))
+    first = place_of(tree, tl.minimum(node & -_CHILDREN, end - 1))
     before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
     running = tl.load(tree.leaves + first[:, None] + children[None, :], mask=before, other=0)
-    for _ in tl.static_range(tree.levels):
+    last, begin = _lowest(tree)
+    for level in tl.static_range(tree.levels):
         node = node >> _BITS
-        last, begin = _above(last, begin)
         before = children[None, :] < (node & (_CHILDREN - 1))[:, None]
-        entries = tree.nodes + begin + (node & -_CHILDREN)[:, None] + children[None, :]
+        first = _place_of_node(tree, tl.minimum(node & -_CHILDREN, last), level == 0)
+        entries = tree.nodes + begin + first[:, None] + children[None, :]
         running += tl.load(entries, mask=before, other=0)
+        last, begin = _above(last, begin)
     return tl.sum(running, axis=1)
 
 
 @jit
 def _add_above(tree, leaf, change, mask):
     """Add ``change`` to all nodes above ``leaf``."""
-    last, begin = _top(tree)
-    for _ in tl.static_range(tree.levels):
+    last, begin = _lowest(tree)
+    for level in tl.static_range(tree.levels):
         leaf = leaf >> _BITS
+        add(tree.nodes + begin + _place_of_node(tree, leaf, level == 0), change, mask)
         last, begin = _above(last, begin)
-        add(tree.nodes + begin + leaf, change, mask)
 
 
 @jit
@@ -168,20 +179,19 @@ def power(base, exponent):
 def refresh(tree, nodes, index, count, is_min: tl.constexpr, num_rows: tl.constexpr):
     """Recompute the smallest positive or largest leaves in all ``nodes`` above ``index``; a single thread block."""
     children = tl.arange(0, _CHILDREN)
-    last, begin = _top(tree)
+    last, begin = _lowest(tree)
     below = tree.leaves
     for level in tl.static_range(tree.levels):
-        last, begin = _above(last, begin)
         for start in range(0, count, num_rows):
             rows = start + tl.arange(0, num_rows)
             leaf = tl.load(index + rows, mask=rows < count, other=-1)
             valid = (leaf >= 0) & (leaf < tree.capacity)
             node = tl.where(valid, leaf, 0) >> (_BITS * (level + 1))
-            first = place_of(tree, node * _CHILDREN) if level == 0 else node * _CHILDREN
-            values = tl.load(below + first[:, None] + children[None, :])
+            values = tl.load(below + node[:, None] * _CHILDREN + children[None, :])
             result = tl.min(tl.where(values > 0, values, _NOTHING), axis=1) if is_min else tl.max(values, axis=1)
             tl.store(nodes + begin + node, result, mask=valid)
         below = nodes + begin
+        last, begin = _above(last, begin)
         tl.debug_barrier()
 
 
@@ -252,12 +262,9 @@ write_power = write
 
 def rebuild(leaves, nodes, minima, pages, capacity):
     """See the loop of the same name."""
-    stored = leaves
-    if len(pages):
-        stored = leaves.view(-1, 1 << PAGE_BITS)[pages].view(-1)[: -(-capacity // CHILDREN) * CHILDREN]
-    _reduce_levels(stored, nodes, lambda groups: groups.sum(1))
+    _reduce_levels(leaves, nodes, lambda groups: groups.sum(1), pages[: ((capacity - 1) >> PAGE_BITS) + 1])
     if len(minima):
-        _reduce_levels(torch.where(stored > 0, stored, NOTHING), minima, lambda groups: groups.amin(1))
+        _reduce_levels(torch.where(leaves > 0, leaves, NOTHING), minima, lambda groups: groups.amin(1), pages)
 
 
 def refresh_maxima(leaves, maxima, capacity, index):
@@ -268,16 +275,16 @@ def refresh_maxima(leaves, maxima, capacity, index):
 
 def rebuild_maxima(leaves, maxima, capacity):
     """See the loop of the same name."""
-    _reduce_levels(leaves, maxima, lambda groups: groups.amax(1))
+    _reduce_levels(leaves, maxima, lambda groups: groups.amax(1), leaves[:0])
 
 
-def _reduce_levels(values: Tensor, nodes: Tensor, reduce: Any) -> None:
+def _reduce_levels(values: Tensor, nodes: Tensor, reduce: Any, pages: Tensor) -> None:
     """Write one entry to ``nodes`` for 16 entries of each level."""
     begin = len(nodes)
     while begin > 0:
         values = reduce(values.view(-1, CHILDREN))
         width = -(-len(values) // CHILDREN) * CHILDREN
-        begin -= width
-        level = nodes[begin : begin + width]
+        level = nodes[begin - width : begin]
         level[: len(values)] = values
-        values = level
+        is_lowest, begin = begin == len(nodes), begin - width
+        values = level.view(-1, CHILDREN)[pages].flatten() if is_lowest and len(pages) else level
