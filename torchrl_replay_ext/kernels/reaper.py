@@ -61,13 +61,13 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
     rows, last, begin = np.empty(first.shape[0], np.int64), capacity - 1, lowest_level(leaves, nodes)
     for row in range(first.shape[0]):
         rows[row], total[row] = row, 0
-    count = _sum_ends(leaves, np.int64(0), 0, leaves, pages, last, rows, first, end, total)
+    count = _sum_ends(leaves, np.int64(0), np.int64(0), leaves, pages, last, rows, first, end, total)
     last >>= BITS
-    count = _sum_ends(nodes, begin, BITS, leaves, pages, last, rows[:count], first, end, total)
+    count = _sum_ends(nodes, begin, np.int64(BITS), leaves, pages, last, rows[:count], first, end, total)
     while begin > 0 and count > 0:
         last >>= BITS
         begin -= CHILDREN * ((last >> BITS) + 1)
-        count = _sum_ends(nodes, begin, 0, leaves, pages[:0], last, rows[:count], first, end, total)
+        count = _sum_ends(nodes, begin, np.int64(0), leaves, pages[:0], last, rows[:count], first, end, total)
 
 
 @inlined
