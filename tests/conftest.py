@@ -1,9 +1,11 @@
+import sys
 import time
 
 import pytest
 import torch
 from hydra.core.config_store import ConfigStore
 
+from tests.sharding.local_ray import LocalRay
 from torchrl_replay_ext import validate_on_accelerators
 
 BEGIN = time.monotonic()
@@ -26,6 +28,14 @@ def from_scratch():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def local_ray(monkeypatch):
+    """The actors of Ray are in this process."""
+    ray = LocalRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
 
 
 @pytest.fixture

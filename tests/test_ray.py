@@ -226,7 +226,7 @@ def test_a_sharded_buffer(buffers, tmp_path):
     assert ray.get(write.remote(rb.client(), transitions(0))) == 32
     assert len(rb) == 192
 
-    os.kill(process_of(rb._group.handles[1]), signal.SIGKILL)
+    os.kill(process_of(rb._shards.handles[1]), signal.SIGKILL)
     with pytest.warns(UserWarning, match="the process of shard 1 of the replay buffer has ended"):
         for _ in range(3):
             assert rb.sample().shape == (BATCH,)

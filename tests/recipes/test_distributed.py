@@ -115,7 +115,7 @@ def killing(monkeypatch, victim):
 
 def test_killed_shard(ray_runtime, tmp_path, monkeypatch, capsys):
     """The run says what is lost and goes on."""
-    killing(monkeypatch, lambda collector: collector._replay._group.handles[-1])
+    killing(monkeypatch, lambda collector: collector._replay._shards.handles[-1])
     settings = "num_envs=2", "num_collectors=2", "checkpoint_interval=32", "num_shards=2"
     table = recipe.run(tmp_path, *settings)
     errors = capsys.readouterr().err

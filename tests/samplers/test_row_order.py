@@ -87,7 +87,7 @@ def test_nor_does_it_in_the_actors_batch(granularity):
 
 
 @pytest.mark.parametrize("name", slow_but(["stratified", "event tables, mixture", "slices, priorities"], PARTS))
-def test_nor_does_it_in_joint_draws(name):
+def test_nor_does_it_in_joint_draws(name, local_ray):
     _, many = filled_pair(name, 3)
     unit = 4 if name.startswith("slices") else 1
 

@@ -8,7 +8,6 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests.chi_square import p_value
 from tests.data import rows
-from tests.sharding.local_calls import LocalCalls
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -79,14 +78,10 @@ def transitions(first, steps, *, seed=0):
     )
 
 
-def sharded(name, num_shards, *, capacity=256, calls=None, **arguments):
+def sharded(name, num_shards, *, capacity=256, **arguments):
     arguments = {"batch_size": BATCH, "seed": 1, "timeout": 0.1, **arguments}
     arguments.setdefault("storage", partial(CompilableTensorStorage, capacity))
-    return ShardedReplayBuffer(
-        num_shards,
-        calls=calls or LocalCalls(),
-        **{**copy.deepcopy(PARTS.get(name, {})), **arguments},
-    )
+    return ShardedReplayBuffer(num_shards, **{**copy.deepcopy(PARTS.get(name, {})), **arguments})
 
 
 def whole(name, capacity=256, batch_size=BATCH):
@@ -132,10 +127,14 @@ def written_slots(buffer):
     return torch.arange(len(buffer))
 
 
+def takes_priorities(many):
+    return many._model is not None and many._model.takes_priorities
+
+
 def set_priorities(one, many, td_error=td_errors):
     """Give all rows of both buffers priorities that depend on the row alone."""
-    if many._takes_priorities:
-        for buffer in (one, *(handle.replay._buffer for handle in many._group.handles)):
+    if takes_priorities(many):
+        for buffer in (one, *(handle.replay._buffer for handle in many._shards.handles)):
             slots = written_slots(buffer)
             buffer.update_priority(slots, td_error(buffer[slots]["number"]))
     # the shards tell each other about the largest priority
@@ -191,7 +190,7 @@ def agreement(numbers, probability):
 def require_own_priorities(many):
     """Each updated row of the living shards has the priority of its own TD error; return their number."""
     updated = 0
-    for buffer in (handle.replay._buffer for handle in many._group.handles if handle.is_alive):
+    for buffer in (handle.replay._buffer for handle in many._shards.handles if handle.is_alive):
         slots = written_slots(buffer)
         if len(slots):
             sampler = getattr(buffer.sampler, "starts_sampler", buffer.sampler)
@@ -204,5 +203,5 @@ def require_own_priorities(many):
 
 def rows_in(many):
     """The numbers of the rows that the living shards hold, by shard."""
-    buffers = [handle.replay._buffer if handle.is_alive else [] for handle in many._group.handles]
+    buffers = [handle.replay._buffer if handle.is_alive else [] for handle in many._shards.handles]
     return [set(buffer[:]["number"].tolist()) if len(buffer) else set() for buffer in buffers]

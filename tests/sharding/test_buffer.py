@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
     PARTS,
@@ -22,6 +21,7 @@ from tests.sharding.shards import (
     set_priorities,
     sharded,
     slices,
+    takes_priorities,
     td_errors,
     transitions,
     update,
@@ -35,6 +35,8 @@ from torchrl_replay_ext import (
     RecencySampler,
 )
 
+pytestmark = pytest.mark.usefixtures("local_ray")
+
 
 @pytest.mark.parametrize("name", [name for name in PARTS if "pinned" not in name])
 def test_state_dict_and_checkpoint(name, tmp_path):
@@ -47,7 +49,7 @@ def test_state_dict_and_checkpoint(name, tmp_path):
     state = many.state_dict()
 
     def late_update():
-        if many._takes_priorities:
+        if takes_priorities(many):
             update(many, late, torch.full((BATCH,), 1e4))
             assert many.stats()["max_priority"] < 10
 
@@ -75,21 +77,20 @@ IDS = ("collector", "traj_ids")
     [
         ({"num_shards": 0}, r"num_shards=0\): num_shards must be an integer >= 1"),
         ({"batch_size": 0}, "batch_size must be an integer >= 1"),
-        ({"sampler": RankBasedSampler}, "draws from several shards need sums of masses"),
-        ({"sampler": partial(RecencySampler, half_life=100)}, "draws from several shards need sums of masses"),
+        ({"sampler": RankBasedSampler}, r"RankBasedSampler\(.*\) needs all transitions in one place"),
+        ({"sampler": partial(RecencySampler, half_life=100)}, "needs all transitions in one place"),
         (
             {"sampler": partial(ProportionalSampler, max_priority_within_buffer=True)},
             "max_priority_within_buffer=True needs",
         ),
-        (event_tables(correction="conditional"), "counts outcomes"),
+        (event_tables(correction="conditional"), "needs all transitions in one place"),
         ({"sampler": partial(slices, slice_len=5)}, "must be a multiple of slice_len=5"),
     ],
 )
-def test_bad_arguments(arguments, message):
-    calls = LocalCalls()
+def test_bad_arguments(arguments, message, local_ray):
     with pytest.raises(ValueError, match=message):
-        sharded("", **{"num_shards": 2, **copy.deepcopy(arguments)}, calls=calls)
-    assert not calls.shards
+        sharded("", **{"num_shards": 2, **copy.deepcopy(arguments)})
+    assert not local_ray.actors
 
 
 def slices_by_rank():
@@ -110,8 +111,8 @@ def test_one_shard_draws_as_the_buffer_itself_if_that_needs_all_rows(sampler):
 
 def test_batches_with_other_entries_write_nothing():
     many = filled("proportional", 3)
-    # a shard that was started again has no rows
-    many._group.handles[0].restart()
+    client = many.client()
+    client.extend(transitions(500, 8))
     before = rows_in(many)
     data = transitions(1000, 8)
     for wrong in (
@@ -119,7 +120,7 @@ def test_batches_with_other_entries_write_nothing():
         data.clone().set("value", data["value"].double()),
         data.clone().set("value", torch.zeros(32, 2)),
     ):
-        for writer in (many, many.client()):
+        for writer in (many, client):
             with pytest.raises(ValueError, match=r"the entries \['value'\] differ .* from the first batch"):
                 writer.extend(wrong)
     assert rows_in(many) == before
@@ -132,7 +133,6 @@ def test_batches_with_other_entries_write_nothing():
         (lambda data: data.exclude(("next", "done")), "episodes stay in one shard; collectors write it"),
         (lambda data: data.set(IDS, torch.zeros(32, dtype=torch.int32)), "must have one int64 per transition"),
         (lambda data: data.set(IDS, torch.zeros(32, 2, dtype=torch.int64)), "must have one int64 per transition"),
-        (lambda data: data.set("shard", torch.zeros(32)), r"samples get the entries .*'shard'"),
         (lambda data: data.set("half", torch.zeros(32, dtype=torch.bfloat16)), "bfloat16, which NumPy lacks"),
         (lambda data: data.set_non_tensor("name", "a"), "'name' must be a tensor"),
         (lambda data: data.reshape(4, 8), "the batch has the shape"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.params import slow_but
-from tests.sharding.local_calls import LocalCalls
 from tests.sharding.shards import (
     BATCH,
     PARTS,
@@ -27,7 +26,9 @@ from tests.sharding.shards import (
     update,
 )
 from torchrl_replay_ext import Anneal, Episodes, ProportionalSampler, ReaPERSampler
-from torchrl_replay_ext.sharding.shard import Report
+from torchrl_replay_ext.samplers.shard_draws import Sums
+
+pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.mark.parametrize("num_shards", slow_but([3], [1, 2, 3, 5]))
@@ -41,17 +42,17 @@ def test_rows_have_the_probabilities_of_one_buffer(name, num_shards):
 def test_draws_from_shards_equally_are_found_out(monkeypatch):
     """The negative control of the test above."""
     one, many = filled_pair("proportional", 3)
-    in_first = many._group.handles[0].replay._buffer[:]["number"]
+    in_first = many._shards.handles[0].replay._buffer[:]["number"]
     set_priorities(one, many, lambda number: torch.where(torch.isin(number, in_first), 4.0, 1.0))
     assert agreement(draw(many)[0], probability_of_rows(one)) > 1e-4
-    monkeypatch.setattr(Report, "mass", (1.0,))
+    monkeypatch.setattr(Sums, "mass", (1.0,))
     assert agreement(draw(many)[0], probability_of_rows(one)) < 1e-6
 
 
 def test_shares_of_reaper_include_the_acceptance():
     """In shard 0, TD errors rise towards the end of episodes, so that reliabilities are small; elsewhere they fall."""
     one, many = filled_pair("reaper, ongoing", 2)
-    in_first = many._group.handles[0].replay._buffer[:]["number"]
+    in_first = many._shards.handles[0].replay._buffer[:]["number"]
 
     def td_error(number):
         length, step = 7 + number % STREAMS, number // STREAMS
@@ -111,16 +112,16 @@ BETA = Anneal(0.4, 1.0, num_updates=10)
         lambda: slices(anchors=ProportionalSampler(beta=BETA)),
     ],
 )
-def test_annealed_exponents_are_those_of_one_buffer(sampler):
-    calls = LocalCalls()
-    many = filled("", 3, calls=calls, sampler=sampler)
+def test_annealed_exponents_are_those_of_one_buffer(sampler, local_ray):
+    many = filled("", 3, sampler=sampler)
     for number in range(5):
         batch = many.sample()
         # an update of a few rows, all in one shard
         few = batch[batch["shard"] == number % 3]
         update(many, few, td_errors(few["number"]))
     assert many.stats()["beta"] == pytest.approx(0.7)
-    assert [shard.replay.stats()["beta"] for shard in calls.shards] == pytest.approx([0.7] * 3)
+    many.sample()
+    assert [actor.replay.stats()["beta"] for actor in local_ray.actors] == pytest.approx([0.7] * 3)
 
 
 @pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
@@ -137,18 +138,18 @@ def test_new_rows_get_the_largest_priority_of_all_shards():
     many.sample()
     many.extend(transitions(1000, 3))
     many.sample()
-    assert {round(report.largest_priority, 3) for report in many._group.reports} == {5.0}
+    assert {round(report.largest_priority, 3) for report in many._shards.reports} == {5.0}
 
 
 def test_episodes_stay_in_one_shard_and_shards_have_equal_loads():
     many = sharded("reaper", 3)
     fill(many, 160)
     homes = {}
-    for number, handle in enumerate(many._group.handles):
+    for number, handle in enumerate(many._shards.handles):
         for trajectory in handle.replay._buffer[:]["collector", "traj_ids"].unique().tolist():
             assert homes.setdefault(trajectory, number) == number
     assert many.write_count == 640
-    lengths = [report.written for report in many._group.reports]
+    lengths = [report.written for report in many._shards.reports]
     assert max(lengths) - min(lengths) < 3 * 11
 
 
@@ -170,8 +171,8 @@ def test_weights_correct_for_the_probability_of_a_stale_draw():
     """The priorities of shard 0 change after the sums are known, so its share of the batch is that of before."""
     many = filled("proportional", 2)
     many.sample()
-    before = [report.mass[0] for report in many._group.reports]
-    buffers = [handle.replay._buffer for handle in many._group.handles]
+    before = [report.sums.mass[0] for report in many._shards.reports]
+    buffers = [handle.replay._buffer for handle in many._shards.handles]
     buffers[0].update_priority(torch.arange(4), torch.full((4,), 1e6))
     batch = many.sample()
     inside = [buffer.sampler.probabilities(buffer.storage) for buffer in buffers]
@@ -180,6 +181,18 @@ def test_weights_correct_for_the_probability_of_a_stale_draw():
     drawn = torch.stack([probability[shard][slot] for shard, slot in rows])
     smallest = min(p.min() for p in probability)
     torch.testing.assert_close(batch["priority_weight"].double(), (drawn / smallest) ** -0.5, rtol=1e-6, atol=0)
+
+
+def test_weights_ignore_what_could_not_be_drawn():
+    """Another process has written to a shard that was empty at its last report."""
+    many = filled("proportional", 2)
+    many._shards.handles[1].restart()
+    with pytest.warns(UserWarning, match="shard 1"):
+        many.sample()
+    many.client().extend(transitions(1000, 8))
+    batch = many.sample()
+    assert (batch["shard"] == 0).all() and batch["priority_weight"].max() == 1
+    assert 1 in many.sample()["shard"]
 
 
 def test_draws_follow_the_newest_updates_and_writes():
@@ -197,12 +210,12 @@ def test_a_started_shard_and_a_loaded_buffer_continue_the_schedules(tmp_path):
     many = filled("", 2, sampler=sampler)
     learn(many, 5)
     many.dumps(tmp_path)
-    many._group.handles[1].restart()
+    many._shards.handles[1].restart()
     with pytest.warns(UserWarning, match="shard 1"):
         learn(many, 2)
     fill(many)
     learn(many, 1)
-    assert many._group.handles[1].replay.stats()["beta"] == many.stats()["beta"] == pytest.approx(0.88)
+    assert [many._shards.handles[1].replay.stats()["beta"], many.stats()["beta"]] == pytest.approx([0.88, 0.88])
     for loaded in (many, sharded("", 2, sampler=sampler)):
         loaded.loads(tmp_path)
         learn(loaded, 1)

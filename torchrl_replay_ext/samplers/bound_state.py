@@ -25,6 +25,8 @@ from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fittin
 class Setting(Protocol):
     """A value that a user sets and that a schedule may change; it does not depend on the stored transitions."""
 
+    annealed: bool
+
     def state(self) -> Tensor:
         """The state to save, on the CPU."""
         ...

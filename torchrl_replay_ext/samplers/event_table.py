@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 from torch import Tensor
@@ -303,40 +304,45 @@ class EventTableSampler(ReplaySampler):
 
     # --- draws from several shards: a table of the whole buffer is the union of the tables of the same name
 
-    def shard_sums(self) -> Sums:
+    def shard_sums(self) -> Sums | None:
         if self._correction not in (None, "mixture"):
-            raise ValueError(
-                "this correction counts outcomes, which may lie in several shards; use correction=None or 'mixture'."
-            )
-        return Sums(self._masses.of_tables().double(), count=self._masses.view.counts.clone())
+            # the others count outcomes, which may lie in several shards
+            return None
+        return Sums(self._masses.of_tables().tolist(), count=self._masses.view.counts.tolist())
 
     def rows_of_tables(
-        self, everywhere: Sums, batch_size: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        assert everywhere.count is not None
-        eta = self._used(everywhere.count, everywhere.mass, batch_size, self._shares.current)
-        u = uniform(batch_size if self._allocation == "multinomial" else 1, device=eta.device, generator=generator)
-        return allocate(eta, batch_size, self._allocation, u), eta
+        self, mass: np.ndarray, count: np.ndarray, batch_size: int, u: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The number of rows of each table in a batch from all shards, int64 [tables], and η, float64 [tables].
 
-    def draw_of_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        assert wanted.count is not None
+        Args:
+            mass: sums of the masses of the tables in all shards, float64 [tables].
+            count: number of transitions of the tables in all shards, int64 [tables].
+            batch_size: number of rows.
+            u: uniform random numbers, float64 [batch_size].
+        """
+        eta = self._used(torch.from_numpy(count), torch.from_numpy(mass), batch_size, self._shares.current)
+        return allocate(eta, batch_size, self._allocation, torch.from_numpy(u)).numpy(), eta.numpy()
+
+    def draw_of_shard(self, wanted: ShardRows, sums: Sums) -> Draw:
         tree, view = self._masses.tree, self._masses.view
+        rows, probability, eta, count = map(torch.as_tensor, wanted)
         ends = tree.prefix(view.begins)
         totals = ends.diff()
-        table = torch.arange(len(totals), device=ends.device).repeat_interleave(wanted.rows * (totals > 0))
-        u = uniform(len(table), device=ends.device, generator=generator)
+        table = torch.arange(len(totals), device=ends.device).repeat_interleave(rows * (totals > 0))
+        u = uniform(len(table), device=ends.device, generator=self._rng)
         target = torch.minimum((u * totals[table]).to(torch.int64), totals[table] - 1)
         position, mass = tree.find(ends[table] + target)
         slots = view.slot_at[position].to(torch.int64)
         # q_k(i) = probability · mass / total in the whole buffer
-        scale = wanted.probability / totals.clamp_min(1)
-        probability = self._masses.mixture(slots, wanted.eta * scale)
-        extras = {"table": table, "sample_probability": probability.float()}
+        scale = probability / totals.clamp_min(1)
+        sampled = self._masses.mixture(slots, eta * scale)
+        extras = {"table": table, "sample_probability": sampled.float()}
         if self._correction == "mixture":
-            return Draw(slots, probability, extras=extras)
+            return Draw(slots, sampled, extras=extras)
         if self.takes_priorities:
-            return Draw(slots, wanted.count[table] * mass * scale[table], extras=extras)
-        return Draw(slots, extras=extras | {"priority_weight": torch.ones_like(probability, dtype=torch.float32)})
+            return Draw(slots, count[table] * mass * scale[table], extras=extras)
+        return Draw(slots, extras=extras | {"priority_weight": torch.ones_like(sampled, dtype=torch.float32)})
 
     # --- proportions of the tables
 

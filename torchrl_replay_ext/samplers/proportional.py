@@ -158,7 +158,5 @@ class ProportionalSampler(PowerSampler):
         return Draw(slots, mass, minima if self._tracks_min else None)
 
     def shard_sums(self) -> Sums:
-        total, smallest = self._tree.total().double(), None
-        if self._tracks_min:
-            smallest = torch.as_tensor(self._tree.min() if total else math.inf, dtype=torch.float64)
-        return Sums(total.reshape(1), smallest)
+        total = self._tree.total().item()
+        return Sums([total], float(self._tree.min() if total else math.inf) if self._tracks_min else None)

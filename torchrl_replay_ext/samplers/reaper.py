@@ -194,25 +194,23 @@ class ReaPERSampler(PowerSampler):
     # --- draws from several shards
 
     def shard_sums(self) -> Sums:
-        total, smallest = self._tree.total().double(), self._smallest()
+        total, smallest = self._tree.total().item(), self._smallest()
         if total and not self._acceptance:
-            self._acceptance = self._mean_factor(None)
-        return Sums(
-            total.reshape(1) * self._acceptance,
-            None if smallest is None else smallest[0],
-            largest_episode=self._episodes.largest_total(),
-        )
+            self._acceptance = self._mean_factor()
+        least = None if smallest is None else smallest.item()
+        return Sums([total * self._acceptance], least, largest_episode=self._episodes.largest_total())
 
-    def _mean_factor(self, generator: torch.Generator | None) -> float:
+    def _mean_factor(self) -> float:
         """The mean R^ω of 256 slots that are drawn by their masses."""
-        slots, _ = self._tree.draw(uniform(256, device=self.layout.device, generator=generator))
+        slots, _ = self._tree.draw(uniform(256, device=self.layout.device, generator=self._rng))
         return self._factor(slots).mean().item()
 
-    def draw_of_shard(self, wanted: ShardRows, generator: torch.Generator | None) -> Draw:
-        drawn = super().draw_of_shard(wanted, generator)
-        self._acceptance += 0.1 * (self._mean_factor(generator) - self._acceptance)
+    def draw_of_shard(self, wanted: ShardRows, sums: Sums) -> Draw:
+        drawn = super().draw_of_shard(wanted, sums)
+        self._acceptance += 0.1 * (self._mean_factor() - self._acceptance)
         return drawn
 
-    def note_largest_episode(self, total: int) -> None:
+    def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
+        super().note_other_shards(largest_priority, largest_episode)
         # F of Eq. 16
-        self._episodes.least_largest = total
+        self._episodes.least_largest = largest_episode

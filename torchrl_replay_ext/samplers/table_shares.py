@@ -81,7 +81,7 @@ class TableShares:
 
     def step(self) -> None:
         """Count a batch and advance the schedules."""
-        if self._is_annealed:
+        if self.annealed:
             current, start, end, steps = self._state.unbind()
             steps[:1].add_(1)
             done = (steps[:1] / steps[-1:]).clamp_max(1.0)
@@ -99,7 +99,7 @@ class TableShares:
 
     def _publish(self) -> None:
         """Compute what follows from the state."""
-        self._is_annealed = not torch.equal(self._state[1], self._state[2])
+        self.annealed = not torch.equal(self._state[1], self._state[2])
         self.current.copy_(self._state[0])
 
     def to(self, device: torch.device) -> None:

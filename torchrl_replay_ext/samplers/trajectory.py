@@ -25,7 +25,7 @@ from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.rows import EpisodeReader, stored_tensordict
-from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows, Sums
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, Sums
 from torchrl_replay_ext.samplers.slice_starts import OWNER, SliceStarts, Starts
 from torchrl_replay_ext.samplers.wrapper import SamplerWrapper, delegated
 
@@ -58,7 +58,7 @@ class _UniformStarts(ReplaySampler):
         return self._slices.starts.get(slots).double()
 
     def shard_sums(self) -> Sums:
-        return Sums(self._slices.starts.total().double().reshape(1))
+        return Sums([self._slices.starts.total().item()])
 
 
 @PrioritizedSampler.register
@@ -230,14 +230,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             )
         if _torchrl.draws_sequences(self, storage):
             raise ValueError(_NO_SEQUENCES)
-        return self._slices(storage, *self.starts_sampler.draw_rows(storage, batch_size // self.slice_len))
+        return self.slices(storage, *self.starts_sampler.draw_rows(storage, batch_size // self.slice_len))
 
-    @torch.no_grad()
-    def sample_in_shard(self, storage: Storage, wanted: ShardRows) -> tuple[Any, dict]:
-        """Draw the slices of a batch whose starts lie in this shard; see ShardedReplayBuffer."""
-        return self._slices(storage, *self.starts_sampler.draw_in_shard(storage, wanted))
-
-    def _slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
+    def slices(self, storage: Storage, start: Tensor, drawn: dict[str, Tensor]) -> tuple[Any, dict]:
         """Index and info of the slices that begin at ``start`` [n]; ``drawn``: further columns, [n] each."""
         # the mask is all False if the buffer is empty, in a graph
         slots, mask = self._starts.walk(start)

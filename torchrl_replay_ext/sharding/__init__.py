@@ -1,7 +1,6 @@
 """Replay buffers that are spread over several processes."""
 
 from torchrl_replay_ext.sharding.buffer import ShardedReplayBuffer
-from torchrl_replay_ext.sharding.calls import Lost, RayCalls
 from torchrl_replay_ext.sharding.writer import ShardWriter
 
-__all__ = ["Lost", "RayCalls", "ShardWriter", "ShardedReplayBuffer"]
+__all__ = ["ShardWriter", "ShardedReplayBuffer"]

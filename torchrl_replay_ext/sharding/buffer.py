@@ -6,28 +6,36 @@ import pickle
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler
 
 from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
-from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY
-from torchrl_replay_ext.sharding.arrays import DENSITY, OWNER, SHARD_KEY, Arrays, from_arrays, num_rows, split
-from torchrl_replay_ext.sharding.calls import Lost, RayCalls, warn
-from torchrl_replay_ext.sharding.group import ShardGroup
-from torchrl_replay_ext.sharding.joint_draw import divide, join, weights
-from torchrl_replay_ext.sharding.shard import drawing_sampler, rows_per_draw
+from torchrl_replay_ext.samplers.bound_state import Setting
+from torchrl_replay_ext.samplers.event_table import EventTableSampler
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows
+from torchrl_replay_ext.sharding.processes import Shards, start_shards, warn
+from torchrl_replay_ext.sharding.shard import (
+    DENSITY,
+    OWNER,
+    SHARD_KEY,
+    Arrays,
+    drawing_sampler,
+    from_arrays,
+    num_rows,
+    split,
+    take,
+)
 from torchrl_replay_ext.sharding.writer import ShardWriter
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 
-# files of a checkpoint: what the coordinator counts, and the mark that all files are complete
-_COUNTS, _COMPLETE = "counts", "complete"
+# the last file of a checkpoint: the state of the schedules
+_SETTINGS = "settings"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -50,9 +58,9 @@ class ShardedReplayBuffer:
       ``kind="proportional"``; ``correction="mixture"`` with ``retention="ring"``) and
       :class:`~torchrl_replay_ext.TrajectoryRetraceSampler`. Others are refused for more than one shard. Rank-based
       priorities need the order of all priorities: a merge of histograms would only give approximate ranks.
-    * **Sums** are those of the last draw or update of this process, and read anew after a write by it. If other
-      processes write meanwhile, transitions have slightly other probabilities than in one buffer. Weights, where the
-      sampler has them, are those of the probability that each row really had.
+    * **Sums** are those after the last draw, update or write of this process. If other processes write meanwhile,
+      transitions have slightly other probabilities than in one buffer. Weights, where the sampler has them, are
+      those of the probability that each row really had.
     * **Late updates**, of transitions that were overwritten or whose shard was started again, are dropped.
     * **Lost processes**: if the process of a shard ends, a warning says how many transitions are gone. Draws go on with
       the other shards. Ray starts the process again, with an empty shard. Open episodes begin again with their next
@@ -73,7 +81,6 @@ class ShardedReplayBuffer:
         on_loss: called with a message about each loss. Default: None, a UserWarning.
         timeout: the longest time to wait, in seconds, until Ray has started lost processes again: draws and writes
             wait if all are lost, checkpoints if one is. Default: 60.
-        calls: starts and calls the shards. Default: None, Ray with ``remote_config``.
 
     Raises:
         TypeError: if a constructor makes an object of the wrong type.
@@ -102,54 +109,50 @@ class ShardedReplayBuffer:
         remote_config: dict[str, Any] | None = None,
         on_loss: Callable[[str], None] | None = None,
         timeout: float = 60.0,
-        calls: RayCalls | None = None,
     ):
         require_integer(OWNER, "num_shards", num_shards)
         require_integer(OWNER, "batch_size", batch_size)
-        # like those of the shards; made to check the arguments before a process is started, to divide batches, and to
-        # keep the schedules of hyperparameters
         parts = {
             "storage": storage,
             "sampler": sampler or RandomSampler,
             "writer": writer,
             "priority_key": priority_key,
         }
-        # a copy, because event tables belong to one storage
+        # like those of the shards, made to check the arguments before a process is started, to divide batches, and to
+        # keep the schedules of hyperparameters; of a copy, because event tables belong to one storage
         buffer = CompilableReplayBuffer(**deepcopy(parts))
-        made, drawing, name = buffer.storage, drawing_sampler(buffer.sampler), f"{OWNER}(num_shards={num_shards})"
+        made, model, name = buffer.storage, drawing_sampler(buffer.sampler), f"{OWNER}(num_shards={num_shards})"
         if not isinstance(made, CompilableTensorStorage) or made.ndim != 1 or str(made.device) not in ("cpu", "auto"):
             raise ValueError(f"{OWNER}(storage=...): shards need a CompilableTensorStorage with ndim=1 on the CPU.")
-        if drawing is not None and num_shards > 1:
-            try:
-                drawing.shard_sums()
-            except ValueError as error:
-                raise ValueError(f"{name}: {type(buffer.sampler).__name__}: {error}") from error
-            if drawing.slots.within_buffer:
+        if model is not None and num_shards > 1:
+            if model.shard_sums() is None:
+                raise ValueError(
+                    f"{name}: {buffer.sampler!r} needs all transitions in one place; use RandomSampler, "
+                    "ProportionalSampler, ReaPERSampler or EventTableSampler with correction=None or 'mixture'."
+                )
+            if model.slots.within_buffer:
                 raise ValueError(f"{name}: max_priority_within_buffer=True needs the priorities of all shards.")
-        self._unit = rows_per_draw(buffer.sampler)
+        self._unit = getattr(buffer.sampler, "slice_len", 1)
         if batch_size % self._unit:
             raise ValueError(f"{OWNER}(batch_size={batch_size}): must be a multiple of slice_len={self._unit}.")
-        self._model = drawing if num_shards > 1 else None
-        # number of updates, and whether this process has written since the last report of the shards
-        self._updates, self._has_written = 0, False
-        self._takes_priorities = bool(getattr(buffer.sampler, "takes_priorities", False))
-        self._largest_td_error = _LARGEST if drawing is None else min(_LARGEST, drawing.largest_td_error)
+        self._model, self._largest_td_error = model, _LARGEST
+        if model is not None:
+            limit = max(model.max_supported_priority - model.slots.eps, 0.0)
+            self._largest_td_error = min(_LARGEST, limit**2 if model.slots.td_error == "squared" else limit)
         self.batch_size, self.priority_key = batch_size, priority_key
-        self._device = torch.device(device)
-        self._rng = None if seed is None else torch.Generator().manual_seed(seed)
-        keys: dict[str, Any] = {"traj_key": unravel_key(traj_key), "done_key": unravel_key(done_key)}
-        calls = calls or RayCalls({"num_cpus": 1, **(remote_config or {})})
+        self._device, self._rng = torch.device(device), np.random.default_rng(seed)
+        self._keys: dict[str, Any] = {"traj_key": traj_key, "done_key": done_key}
         seeds = [None if seed is None else seed + 1 + number for number in range(num_shards)]
-        shards = [{**parts, "number": n, "seed": s, "is_alone": num_shards == 1} for n, s in enumerate(seeds)]
-        self._group = ShardGroup(calls, shards, on_loss or warn, timeout)
-        self._make_writer = partial(ShardWriter, self._group.handles, calls, **keys, timeout=timeout)
-        self._writer = self._make_writer(on_loss=on_loss)
+        shards = [{**parts, "number": n, "seed": s} for n, s in enumerate(seeds)]
+        self._shards = start_shards(shards, remote_config or {}, timeout, on_loss or warn)
+        self._writer = ShardWriter(self._shards, **self._keys)
 
     # --- writes
 
     def client(self) -> ShardWriter:
         """A writer for one more process, which can be sent there."""
-        return self._make_writer()
+        shards = self._shards
+        return ShardWriter(Shards(shards.handles, shards.timeout, reports=shards.reports), **self._keys)
 
     def clients(self, num_clients: int) -> list[ShardWriter]:
         """A writer for each of ``num_clients`` processes."""
@@ -157,7 +160,6 @@ class ShardedReplayBuffer:
 
     def extend(self, data: TensorDictBase) -> None:
         """Write transitions [n], those of each episode in time order; see :meth:`ShardWriter.extend`."""
-        self._has_written = True
         self._writer.extend(data)
 
     # --- draws
@@ -170,60 +172,66 @@ class ShardedReplayBuffer:
             [B], and the entries of the sampler, such as ``"priority_weight"``.
 
         Raises:
-            RuntimeError: if no transition can be drawn; :class:`Lost`, a RuntimeError, if processes have ended before.
+            RuntimeError: if no transition can be drawn.
         """
-        group, model, wanted = self._group, self._model, self.batch_size // self._unit
+        parts, smallest, model = list[Arrays](), list[float](), self._model
         # again if a process ends during the draw
-        for _ in range(1 + len(group)):
-            division = self._divide(wanted)
-            answers = [answer for answer in self._exchange(None, division) if answer is not None]
+        while sum(map(num_rows, parts)) < self.batch_size:
+            answers = [answer for answer in self._shards.call("draw", self._divide().__getitem__) if answer]
             parts = [rows for rows, _ in answers if rows]
-            if sum(map(num_rows, parts)) == self.batch_size:
-                break
-            self._has_written = True
-        else:
-            raise Lost(f"{OWNER}.sample: processes of shards have ended during each of {1 + len(group)} draws.")
-        batch = join(parts, self._unit, self._rng)
+            smallest = [least for _, least in answers if least is not None]
+        columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        order = self._rng.permutation(self.batch_size // self._unit)[:, None] * self._unit + np.arange(self._unit)
+        batch = take(columns, order.reshape(-1))
+        probability = batch.pop(DENSITY, None)
         if model is not None:
-            probability = batch.pop(DENSITY, None)
             if probability is not None and "beta" in model.hyperparameters:
-                smallest, beta = [least for _, least in answers], model.hyperparameters["beta"].value
-                batch["priority_weight"] = weights(probability, smallest, beta)
+                # relative to the smallest one of all shards, or of the batch if shards do not know theirs
+                relative = probability / min(smallest, default=probability.min())
+                weight = np.minimum(relative ** -float(model.hyperparameters["beta"].value), 1.0)
+                batch["priority_weight"] = weight.astype(np.float32)
             model.count_batch()
         return from_arrays(batch).to(self._device)
 
-    def _divide(self, num_draws: int) -> list[Any]:
-        """Divide a batch, by sums that include the writes of this process. RuntimeError if nothing can be drawn."""
-        group = self._group
-        if self._has_written or not group.can_draw:
-            group.call("report")
-            self._has_written = False
-        if not group.can_draw:
-            # if the processes of all shards have ended
-            group.wait(1)
-        if (division := divide(self._model, group.reports, num_draws, self._rng)) is not None:
-            return division
-        lost = f"; {group.lost_shards} processes of shards have ended so far" if group.lost_shards else ""
-        raise (Lost if group.lost_shards else RuntimeError)(
-            f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
-        )
+    def _divide(self) -> list[tuple[bytes]]:
+        """Divide a batch among shards by their sums; returns the argument of each :meth:`ReplayShard.draw`.
 
-    def _exchange(self, updates: list[Arrays] | None, division: list[Any] | None) -> list[Any]:
-        """Send each shard its part of an update or of a batch; see :meth:`ReplayShard.exchange`."""
-        reports = self._group.reports
+        Let M_sk be the mass of table k in shard s. The shard of each row of table k is s with probability M_sk / Σ_s
+        M_sk, and the shard draws it from its own table. So each transition has the probability that it has in one
+        buffer with all transitions. If the sums are out of date, it has another one, which the shard computes for the
+        weights.
 
-        def arguments(number: int) -> tuple[bytes]:
-            others = [report for other, report in enumerate(reports) if other != number]
-            call = (
-                None if updates is None else updates[number],
-                None if division is None else division[number],
-                max((report.largest_priority for report in others), default=0.0),
-                max((report.largest_episode for report in others), default=0),
-                self._updates,
+        Raises:
+            RuntimeError: if nothing can be drawn.
+        """
+        shards, model, number = self._shards, self._model, self.batch_size // self._unit
+        if not any(any(report.sums.mass) for report in shards.reports):
+            # other processes may have written the first transitions, or started
+            shards.wait(1)
+            shards.call("report")
+        sums = [report.sums for report in shards.reports]
+        mass = np.zeros((len(sums), max(len(each.mass) for each in sums)))
+        for row, each in zip(mass, sums, strict=True):
+            row[:] = each.mass
+        total = mass.sum(0)
+        if not total.any():
+            lost = f"; {shards.lost_shards} processes of shards have ended so far" if shards.lost_shards else ""
+            raise RuntimeError(
+                f"{OWNER}.sample: no transition can be drawn: the buffer is empty, or all priorities are 0{lost}."
             )
-            return (pickle.dumps(call, protocol=5),)
-
-        return self._group.call("exchange", arguments)
+        counts, rows, eta = [each.count for each in sums if each.count is not None], [number], np.ones(1)
+        count = np.sum(counts, 0) if counts else None
+        if count is not None and isinstance(model, EventTableSampler):
+            rows, eta = model.rows_of_tables(total, count, number, self._rng.random(number))
+        probability = mass / np.where(total > 0, total, 1.0)
+        divided = np.stack([self._rng.multinomial(*each) for each in zip(rows, probability.T, strict=True)], 1)
+        states = {name: each.state().numpy() for name, each in self._settings().items() if each.annealed}
+        largest, packed = max(report.largest_priority for report in shards.reports), []
+        for shard, part in enumerate(zip(divided, probability, strict=True)):
+            episodes = [each.largest_episode for other, each in enumerate(sums) if other != shard]
+            message = ShardRows(*part, eta, count), states, largest, max(episodes, default=0)
+            packed.append((pickle.dumps(message),))
+        return packed
 
     # --- priorities
 
@@ -238,9 +246,9 @@ class ShardedReplayBuffer:
             ValueError: if a TD error is negative, not finite or too large, or a number of a shard is out of range.
                 Nothing is changed then.
         """
-        if not self._takes_priorities:
+        model, num_shards, name = self._model, len(self._shards), f"{OWNER}.update_tensordict_priority"
+        if model is None or not model.takes_priorities:
             return
-        name, group = f"{OWNER}.update_tensordict_priority", self._group
         needed = ("index", SHARD_KEY, STAMP_KEY, self.priority_key)
         if missing := [key for key in needed if data.get(key, None) is None]:
             raise KeyError(
@@ -258,27 +266,26 @@ class ShardedReplayBuffer:
                 f"{name}: TD errors must lie in [0, {shown(self._largest_td_error)}]; the entry "
                 f"{self.priority_key!r} has {error[~valid][0]}."
             )
-        if len(shard) and not 0 <= shard.min() <= shard.max() < len(group):
+        if len(shard) and not 0 <= shard.min() <= shard.max() < num_shards:
             raise ValueError(
-                f"{name}: the entry {SHARD_KEY!r} must lie in [0, {len(group) - 1}], but has {shard.min()} to "
+                f"{name}: the entry {SHARD_KEY!r} must lie in [0, {num_shards - 1}], but has {shard.min()} to "
                 f"{shard.max()}; pass a batch of this buffer."
             )
-        self._updates += 1
-        if self._model is not None:
-            self._model.step()
-        self._exchange(split(columns, shard, len(group)), None)
+        parts = split(columns, shard, num_shards)
+        self._shards.call("update", lambda number: (pickle.dumps(parts[number]),) if num_rows(parts[number]) else None)
+        model.step()
 
     # --- the rest of a buffer
 
     def __len__(self) -> int:
-        self._group.call("report")
-        return sum(report.length for report in self._group.reports)
+        self._shards.call("report")
+        return sum(report.length for report in self._shards.reports)
 
     @property
     def write_count(self) -> int:
         """Sum of the shards' write counts; it falls if a shard is started again."""
-        self._group.call("report")
-        return sum(report.written for report in self._group.reports)
+        self._shards.call("report")
+        return sum(report.written for report in self._shards.reports)
 
     def stats(self) -> dict[str, float]:
         """Statistics for logging. O(N) in each shard.
@@ -288,12 +295,16 @@ class ShardedReplayBuffer:
         ``shards``: shards whose process has not ended; ``lost_shards``: processes that have ended so far;
         ``lost_rows``: transitions that they had by their last reports, and those that this process lost on the way.
         """
-        group = self._group
-        answers = zip(group.call("stats"), group.reports, strict=True)
+        shards, model = self._shards, self._model
+        answers = zip(shards.call("stats"), shards.reports, strict=True)
         found = [(stats, report.length) for stats, report in answers if stats is not None]
-        lost = {"lost_shards": group.lost_shards, "lost_rows": group.lost_rows + self._writer.lost_rows}
-        shares = {f"eta_{name}": share for name, share in getattr(self._model, "eta", {}).items()}
-        return {**combine(found), **shares, "shards": len(found), **lost}
+        stats: dict[str, float] = combine(found)
+        if model is not None:
+            # not those of the shards' last draws
+            stats |= {name: float(exponent.value) for name, exponent in model.hyperparameters.items()}
+            stats |= {f"eta_{name}": share for name, share in getattr(model, "eta", {}).items()}
+        lost_rows = shards.lost_rows + self._writer.lost_rows
+        return stats | {"shards": len(found), "lost_shards": shards.lost_shards, "lost_rows": lost_rows}
 
     def empty(self) -> None:
         """Remove all transitions. Late updates of their rows are dropped.
@@ -301,7 +312,7 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds; nothing is changed then.
         """
-        self._group.call_all("empty")
+        self._shards.call_all("empty")
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all shards, copied to this process.
@@ -309,7 +320,7 @@ class ShardedReplayBuffer:
         Raises:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
-        return {"shards": self._group.call_all("state_dict"), **self._counts()}
+        return {"shards": self._shards.call_all("state_dict"), _SETTINGS: self._saved_settings()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a :meth:`state_dict`. Late updates of replaced rows are dropped.
@@ -320,7 +331,7 @@ class ShardedReplayBuffer:
 
         After another error, some shards may have been restored: load again, or call :meth:`empty`.
         """
-        self._load(state_dict["shards"], state_dict)
+        self._load(state_dict["shards"], state_dict[_SETTINGS])
 
     def dumps(self, path: str | Path) -> None:
         """Save all shards under the directory ``path``, which all hosts must share, as one unit.
@@ -336,9 +347,9 @@ class ShardedReplayBuffer:
         before = [*directory.glob("[0-9]*")]
         new = directory / str(1 + max((int(entry.name) for entry in before), default=0))
         new.mkdir()
-        self._group.call_all("dumps", lambda number: (file_of(new, number),))
-        torch.save(self._counts(), new / _COUNTS)
-        (new / _COMPLETE).touch()
+        self._shards.call_all("dumps", lambda number: (file_of(new, number),))
+        torch.save(self._saved_settings(), new / "unfinished")
+        (new / "unfinished").rename(new / _SETTINGS)
         for entry in before:
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -351,32 +362,34 @@ class ShardedReplayBuffer:
             RuntimeError: if a shard is lost and not started again in ``timeout`` seconds.
         """
         directory = Path(path).absolute()
-        complete = [mark.parent for mark in directory.glob(f"[0-9]*/{_COMPLETE}")]
+        complete = [last.parent for last in directory.glob(f"[0-9]*/{_SETTINGS}")]
         if not complete:
             raise FileNotFoundError(f"{directory} has no complete checkpoint of a {OWNER}.")
         newest = max(complete, key=lambda entry: int(entry.name))
         files = [file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))]
-        self._load(files, torch.load(newest / _COUNTS))
+        self._load(files, torch.load(newest / _SETTINGS))
 
-    def _counts(self) -> dict[str, Any]:
-        """The number of updates, and the state of the schedules that count updates and batches."""
-        return {"updates": self._updates, "model": self._model.state_dict() if self._model else {}}
+    def _settings(self) -> dict[str, Setting]:
+        """The hyperparameters; this object counts updates and batches for all shards."""
+        return {} if self._model is None else self._model.settings()
 
-    def _load(self, sources: list[Any], state: dict[str, Any]) -> None:
+    def _saved_settings(self) -> dict[str, torch.Tensor]:
+        return {name: setting.state() for name, setting in self._settings().items()}
+
+    def _load(self, sources: list[Any], settings: dict[str, torch.Tensor]) -> None:
         """Replace the content of all shards; ``sources``: for each, see :meth:`ReplayShard.restore`."""
-        if len(sources) != len(self._group):
+        if len(sources) != len(self._shards):
             raise ValueError(
-                f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self._group)}; use "
+                f"{OWNER}: the checkpoint has {len(sources)} shards, this buffer has {len(self._shards)}; use "
                 f"num_shards={len(sources)}."
             )
-        self._group.call_all("restore", lambda number: (sources[number], state["updates"]))
-        self._updates = state["updates"]
-        if self._model is not None:
-            self._model.load_state_dict(state["model"])
+        self._shards.call_all("restore", lambda number: (sources[number],))
+        for name, setting in self._settings().items():
+            setting.load(settings[name])
 
     def shutdown(self) -> None:
         """End all shards."""
-        self._group.stop()
+        self._shards.stop()
 
 
 def file_of(checkpoint: Path, number: int) -> str:
