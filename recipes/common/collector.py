@@ -108,7 +108,7 @@ class NStep:
         data["next", TERMINATED] = data["next", "terminated"].clone()
         rows = data.reshape(len(data) // self._num_envs, self._num_envs).transpose(0, 1).contiguous()
         if self._held is not None:
-            rows = cast(TensorDict, torch.cat([self._held, rows], 1))  # pyright: ignore[reportArgumentType]
+            rows = cast(TensorDict, TensorDict.cat([self._held, rows], 1))
         self._held = cast(TensorDict, rows[:, -self.n :].clone())
         complete = cast(TensorDict, self._transform().inv(rows))
         complete = complete.exclude("gamma", "nonterminal", ("next", "original_reward"))
