@@ -1,4 +1,4 @@
-"""Index of the episodes in a ring buffer: the sum of the priorities of each episode, and prefix sums along it."""
+"""The episodes in a ring buffer, for ReaPER: the sum of the priorities of each, and prefix sums along it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check of the first rows of a buffer: environments whose rows are taken for those of one stream."""
+"""Warns at the first writes if rows of several environments are taken for those of one."""
 
 from __future__ import annotations
 

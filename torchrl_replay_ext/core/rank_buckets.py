@@ -57,7 +57,7 @@ class RankBuckets:
         rank_move(*self._views(), slots.contiguous(), self._removed)
 
     def update(self, slots: Tensor, priority: Tensor) -> None:
-        """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`Distribution.update`."""
+        """Move each of ``slots`` [n] to the rank of its ``priority`` [n]; see :meth:`ReplaySampler.update`."""
         rank_move(*self._views(), slots.contiguous(), priority.contiguous())
 
     def refresh(self) -> None:

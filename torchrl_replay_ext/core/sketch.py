@@ -1,4 +1,4 @@
-"""Approximate counts of rows by hash."""
+"""Count-min sketch: about how often a row was seen, in fixed memory; for Novel and PairCounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rows of a buffer are divided into episodes."""
+"""``Episodes``: how users say by which entries the rows of a buffer are divided into episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in the arrays of event tables; :mod:`torchrl_replay_ext.kernels.events` describes the arrays."""
+"""Special values and positions of counters in the arrays of event tables; see the loops in ``events``."""
 
 # ``places`` of a transition that has never been in a list, and of one that has left it
 UNSENT, LEFT = -1, -2

@@ -1,4 +1,4 @@
-"""Random numbers of kernels."""
+"""Random numbers of kernels; ``splitmix`` has the same for torch."""
 
 from __future__ import annotations
 

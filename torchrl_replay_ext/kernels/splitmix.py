@@ -1,4 +1,4 @@
-"""SplitMix64 in torch: hashes, and the random numbers of the loops and of Triton's kernels."""
+"""SplitMix64 in torch: hashes, and the same random numbers as the loops (``random_numbers``) and Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of samplers: one class per method, which defines how likely each slot is, and draws."""
+"""The base class of samplers: TorchRL's calls, priorities and weights. A subclass says how likely each slot is."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
     def _set_up_state(self, layout: Layout) -> None:
         super()._set_up_state(layout)
         # True if more than the kernel changes has to follow priorities
-        self._has_followers = self.slots.within_buffer or type(self).update is not ReplaySampler.update
+        self._needs_update_call = self.slots.within_buffer or type(self).update is not ReplaySampler.update
         self._refresh_limit()
         if self.slots.largest.item() > self.max_supported_priority:
             raise ValueError(
@@ -198,8 +198,8 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
 
     @property
     def max_supported_priority(self) -> float:
-        """The largest d that can be represented. Default: the largest float32 number."""
-        return torch.finfo(torch.float32).max
+        """The largest d that can be represented. Default: what the sampler's sum trees can hold, if it has any."""
+        return min([torch.finfo(torch.float32).max, *(tree.max_supported_priority for tree in self._trees())])
 
     def stored_slots(self) -> Tensor:
         """The slots that can be drawn, int64 [n]. Default: all that hold a transition."""
@@ -330,7 +330,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             return
         if reason:
             raise self._refused_update(reason, slots, error, row=number)
-        if number and self._has_followers:
+        if number and self._needs_update_call:
             if isinstance(updated, np.ndarray):
                 updated, d = torch.from_numpy(updated[:number]), torch.from_numpy(d[:number])
             self.slots.recount(updated)

@@ -1,4 +1,4 @@
-"""State of a sampler that belongs to one storage, and can be saved and loaded."""
+"""Ties a sampler to its storage, saves it and loads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stratified sampling from event tables."""
+"""Draws fixed shares of a batch from event tables."""
 
 from __future__ import annotations
 

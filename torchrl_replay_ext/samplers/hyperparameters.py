@@ -1,4 +1,4 @@
-"""The exponents of samplers: attributes, documentation and limits."""
+"""``exponent`` makes alpha, beta and omega attributes of a sampler that users read and assign."""
 
 from __future__ import annotations
 

@@ -63,15 +63,6 @@ class PowerSampler(ReplaySampler):
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)
 
-    def clear(self) -> None:
-        self._tree.clear_()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"masses": self._tree.leaves}
-
-    def rebuild(self) -> None:
-        self._tree.rebuild_()
-
 
 class ProportionalSampler(PowerSampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).

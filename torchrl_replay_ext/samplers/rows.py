@@ -1,4 +1,4 @@
-"""Access of distributions to the rows that were just written."""
+"""Reads entries, ends of episodes and trajectory ids of the rows that were just written, for samplers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RowView:
             :func:`~torchrl_replay_ext.indices.as_index`.
         num_slots: number of slots of the storage.
         is_rewrite: True if the rows were stored before and changed in place (``rb.mark_update``). Only known if a part
-            :attr:`~torchrl_replay_ext.samplers.base.WriteObserver.needs_order`.
+            :attr:`~torchrl_replay_ext.core.write_observer.WriteObserver.needs_order`.
     """
 
     owner: str

@@ -1,4 +1,4 @@
-"""The successor of each transition in its episode, and where slices may begin."""
+"""Where the slices of a TrajectoryRetraceSampler may begin, and which step follows which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State over the slots of a buffer that follows the writes to it."""
+"""What a sampler does at a write: which slots are new, changed or empty, and which of its parts are told."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import Array, is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import Layout, out_of_range
 from torchrl_replay_ext.core.slots import RingWrite, Slots
+from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
@@ -61,8 +62,8 @@ class SlotState(WriteObserver, ABC):
     def allocate(self, layout: Layout) -> None:
         """Allocate arrays for the slots of ``layout``, on its device.
 
-        It is called again if the storage is another one than expected; no slot holds a transition then. Tensors that
-        become attributes here are saved, and must be changed in place afterwards.
+        It is called again if the storage is another one than expected; no slot holds a transition then. Tensors and
+        sum trees that become attributes here are saved, and must be changed in place afterwards.
         """
 
     @outside_inference_mode()
@@ -74,8 +75,9 @@ class SlotState(WriteObserver, ABC):
         self.slots = Slots(layout, **self._slots_arguments)
         before = dict(vars(self))
         self.allocate(layout)
-        new = (name for name, value in vars(self).items() if value is not before.get(name))
-        self._tensor_names = [name for name in new if isinstance(vars(self)[name], Tensor)]
+        new = {name: value for name, value in vars(self).items() if value is not before.get(name)}
+        self._tensor_names = [name for name, value in new.items() if isinstance(value, Tensor)]
+        self._tree_names = [name for name, value in new.items() if isinstance(value, SumTree)]
         for follower in self.followers:
             follower.allocate(self.slots)
         # Parts may reject rows, and those before then remove them again. Sums of episodes lose only their oldest rows,
@@ -228,7 +230,18 @@ class SlotState(WriteObserver, ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place. Default: the attributes that :meth:`allocate` has set."""
-        return {f"own{name}" if name[0] == "_" else f"own_{name}": vars(self)[name] for name in self._tensor_names}
+        saved = {name: vars(self)[name] for name in self._tensor_names}
+        saved |= {name: tree.leaves for name, tree in zip(self._tree_names, self._trees(), strict=True)}
+        return {f"own{name}" if name[0] == "_" else f"own_{name}": tensor for name, tensor in saved.items()}
+
+    def rebuild(self) -> None:
+        """Recompute derived state after :meth:`tensors` were replaced. Default: the sums of trees among them."""
+        for tree in self._trees():
+            tree.rebuild_()
+
+    def _trees(self) -> list[SumTree]:
+        """The attributes that :meth:`allocate` has set and that are trees."""
+        return [vars(self)[name] for name in self._tree_names]
 
     def _all_tensors(self) -> dict[str, Tensor]:
         """The tensors of all parts."""

@@ -1,4 +1,4 @@
-"""Sampling of trajectory slices for off-policy traces."""
+"""Draws slices, consecutive steps of one episode, for Retrace and ACER."""
 
 from __future__ import annotations
 
