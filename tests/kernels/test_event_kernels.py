@@ -91,7 +91,7 @@ def test_all_implementations_draw_the_same_from_tables(run, retention, allocatio
         slots = (30 * step + np.arange(30)) % 60
         write_rows(tables, episodes, random_rows(30, 3), slots)
         d, alpha = 0.1 + torch.rand(60), torch.tensor([0.5, 0.0], dtype=torch.float64)
-        arrays = tables.slot_at, tables.places, tables.counts, tables.journal, seen, int(tables.counters[2])
+        arrays = tables.slot_at, tables.position_of, tables.counts, tables.journal, seen, int(tables.counters[2])
         for power in ((d, alpha), (d[:0], alpha)):
             arguments = *power, torch.tensor([*slots, -1, 60]), *arrays
             for each, call in ((tree, plainly), (other, run)):
@@ -114,7 +114,7 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
         density, probability = torch.empty(40, dtype=torch.float64), torch.empty(40)
         eta, mixed = torch.empty(3, dtype=torch.float64), torch.empty(40, dtype=torch.float64)
         settings = torch.tensor([5]), shares, sizes, METHODS.index(allocation)
-        arrays = *tree.arrays()[:3], is_uniform, tables.counts, tables.begins, tables.slot_at, tables.places
+        arrays = *tree.arrays()[:3], is_uniform, tables.counts, tables.begins, tables.slot_at, tables.position_of
         drawn = table, eta, slots, density, probability
         call(ops.events_draw, *settings, *arrays, True, *drawn)
         again = [table.clone(), slots.clone(), density.clone()]
@@ -122,7 +122,7 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
         call(ops.events_draw, *settings, *arrays, False, *drawn)
         assert torch.equal(again[0], table) and torch.equal(again[1], slots)
         results.append([slots, table, density, again[2], eta])
-        call(ops.events_mixture, slots, eta / total.clamp_min(1), tree.leaves, tables.places, mixed)
+        call(ops.events_mixture, slots, eta / total.clamp_min(1), tree.leaves, tables.position_of, mixed)
         torch.testing.assert_close(mixed, again[2], rtol=1e-12, atol=0)
     for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
         # on CUDA, the rows are in another random order
@@ -136,10 +136,10 @@ def check_draws(run, tables, tree, allocation, *, is_uniform):
     counts = table.bincount(minlength=3)
     if allocation != "multinomial":
         assert torch.equal(counts, allocate(eta, 40, allocation))
-    first = 3 - len(tables.places)
+    first = 3 - len(tables.position_of)
     expected = torch.zeros(40, dtype=torch.float64)
     for k in range(2):
-        place = slots if k < first else tables.places[k - first][slots].to(torch.int64)
+        place = slots if k < first else tables.position_of[k - first][slots].to(torch.int64)
         held, rows = place >= 0, table == k
         expected += held * tree.get(place) * eta[k] / total[k]
         assert held[rows].all()

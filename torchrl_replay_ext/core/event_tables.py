@@ -22,7 +22,7 @@ STORAGE_ATTRIBUTE = "_event_tables"
 
 # the arrays of the kernels, all but the last one are saved; see kernels/events.py
 ARRAYS = (
-    *("slot_at", "links", "places", "heads", "counts", "begins", "number", "before", "free", "counters"),
+    *("slot_at", "links", "position_of", "heads", "counts", "begins", "number", "step_before", "free", "counters"),
     "journal",
 )
 
@@ -174,8 +174,8 @@ class EventTables(Mapping[str, EventTable]):
 
         self.begins = torch.tensor([0, *accumulate(self.capacities)], device="cpu")
         self.counts, self.counters = zeros(count), zeros(5)
-        self.slot_at, self.before, self.number = zeros(positions, dtype=wide), zeros(size, dtype=wide), zeros(size)
-        self.places = zeros(count - first, size, dtype=wide)
+        self.slot_at, self.step_before, self.number = zeros(positions, dtype=wide), zeros(size, dtype=wide), zeros(size)
+        self.position_of = zeros(count - first, size, dtype=wide)
         self.links, self.heads = zeros(2, listed, dtype=wide), zeros(2, count)
         self.free = zeros(size if self.is_pinned else 0, dtype=wide)
         self.journal = zeros(4096 + positions // 16, 2, dtype=wide)
@@ -213,7 +213,7 @@ class EventTables(Mapping[str, EventTable]):
         self.slot_at.fill_(-1)
         if self.first:
             self.slot_at[: self.num_slots] = torch.arange(self.num_slots, device="cpu")
-        for tensor in (self.places, self.number, self.before, self.links, self.heads):
+        for tensor in (self.position_of, self.number, self.step_before, self.links, self.heads):
             tensor.fill_(-1)
         self.counts.zero_()
         self.free.copy_(torch.arange(len(self.free), device="cpu"))
@@ -286,13 +286,13 @@ class TableView:
 
     def __init__(self, tables: EventTables, device: torch.device):
         self._tables, self._device, self.is_copy = tables, device, device.type != "cpu"
-        self._sources = tables.slot_at, tables.places, tables.counts
+        self._sources = tables.slot_at, tables.position_of, tables.counts
         self._arrays = [array.to(device, non_blocking=True) for array in self._sources]
-        self.slot_at, self.places, self.counts = self._arrays
+        self.slot_at, self.position_of, self.counts = self._arrays
         self.begins = tables.begins.to(device, non_blocking=True)
         # changes are sent one by one
         self.journal = self.begins[:2].view(1, 2) if self.is_copy else tables.journal
-        self.views = Views(self.slot_at, self.places, self.counts, self.journal)
+        self.views = Views(self.slot_at, self.position_of, self.counts, self.journal)
 
     def send(self) -> None:
         """Send all arrays to the device."""
@@ -309,10 +309,12 @@ class TableView:
         changes = journal[torch.arange(seen, end, device="cpu") % len(journal)].to(torch.int64)
         if self.is_copy:
             position, slot = changes.unbind(1)
-            now, places = self._tables.slot_at[position], self._tables.places[:, slot]
-            changes, now, places = (each.to(self._device, non_blocking=True) for each in (changes, now, places))
+            now, position_of = self._tables.slot_at[position], self._tables.position_of[:, slot]
+            changes, now, position_of = (
+                each.to(self._device, non_blocking=True) for each in (changes, now, position_of)
+            )
             self.slot_at.index_copy_(0, changes[:, 0], now)
-            self.places.index_copy_(1, changes[:, 1], places)
+            self.position_of.index_copy_(1, changes[:, 1], position_of)
             self.counts.copy_(self._tables.counts, non_blocking=True)
         return changes
 
@@ -324,6 +326,6 @@ class TableView:
     def find(self, slots: Tensor) -> Tensor:
         """Position of each of ``slots`` [n] in each list, [lists, n]; in a ring, the default table is no list."""
         if not is_traced():
-            return self.places.index_select(1, slots)
-        rows = torch.arange(len(self.places), device=self._device).unsqueeze(1) * self.places.shape[1]
-        return gather_in_bounds(self.places.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)
+            return self.position_of.index_select(1, slots)
+        rows = torch.arange(len(self.position_of), device=self._device).unsqueeze(1) * self.position_of.shape[1]
+        return gather_in_bounds(self.position_of.view(-1), (rows + slots).view(-1)).view(rows.shape[0], -1)

@@ -1,24 +1,34 @@
 """Loops over event tables: which table holds which slots, in which order, and the steps before each stored one.
 
-``tables`` are the arrays of :class:`~torchrl_replay_ext.core.event_tables.EventTables`, see its ``arrays``:
+The arrays of :class:`~torchrl_replay_ext.core.event_tables.EventTables`:
 
 * ``slot_at``: the slot at each position of all tables, -1 if there is none. Table k has the positions ``begins[k]`` to
   ``begins[k + 1]`` - 1, and its entries are at the first ``counts[k]`` of them, in any order.
 * ``links``: the next older and the next newer entry for each entry, -1 if there is none. They and ``heads``, the oldest
   and the newest entry of each table, count positions from that of the first list.
-* ``places``: the position of each slot in each list; ``UNSENT`` if its transition has never been there, ``LEFT`` if it
-  has been there before.
-* ``number``: the number of each slot's transition, in the order of writing. ``before``: the slot of the step before it
-  in the same episode, -1 if there is none.
+* ``position_of``: the position of each slot in each list; ``NEVER_LISTED`` if its transition has never been there,
+  ``LEFT`` if it has been there before.
+* ``number``: the number of each slot's transition, in the order of writing. ``step_before``: the slot of the step
+  before it in the same episode, -1 if there is none.
 * ``free``: a queue of the slots that no table holds; empty in a ring, whose default table is no list.
 * ``journal``: each position that changed, and the slot that entered or left it.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, LEFT, NEXT_SLOT, UNSENT, WRITTEN
+from torchrl_replay_ext.kernels.events_layout import (
+    CHANGES,
+    FREE_HEAD,
+    FREE_TAIL,
+    LEFT,
+    NEVER_LISTED,
+    NEXT_SLOT,
+    WRITTEN,
+)
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.random_numbers import uniform
 from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
@@ -33,12 +43,35 @@ def _inside(index, size):
     return min(max(index, 0), size - 1)
 
 
+class Tables(NamedTuple):
+    """The arrays of all tables, which every loop on the CPU takes last, ``t`` in short."""
+
+    slot_at: Any
+    links: Any
+    position_of: Any
+    heads: Any
+    counts: Any
+    begins: Any
+    number: Any
+    step_before: Any
+    free: Any
+    counters: Any
+    journal: Any
+
+
 @part
-def _note(position, slot, tables):
-    counters, journal = tables[9], tables[10]
-    place = counters[CHANGES] % journal.shape[0]
-    journal[place, 0], journal[place, 1] = position, slot
-    counters[CHANGES] += 1
+def _note(position, slot, t):
+    """Write a change to the journal."""
+    row = t.counters[CHANGES] % t.journal.shape[0]
+    t.journal[row, 0], t.journal[row, 1] = position, slot
+    t.counters[CHANGES] += 1
+
+
+@inlined
+def _first_list(t):
+    """The first table that is a list, and its first position."""
+    first = t.counts.shape[0] - t.position_of.shape[0]
+    return first, t.begins[first]
 
 
 @part
@@ -55,85 +88,83 @@ def _join(k, older, newer, links, heads):
 
 
 @part
-def _remove(k, place, tables):
-    """Remove the entry ``place`` of a table; the last one moves to its position."""
-    slot_at, links, places, heads, counts, begins, _, _, free, counters, _ = tables
-    first = counts.shape[0] - places.shape[0]
-    base, place = begins[first], _inside(place, links.shape[1])
-    slot = _inside(slot_at[base + place], places.shape[1])
-    places[k - first, slot] = LEFT
-    _join(k, links[0, place], links[1, place], links, heads)
-    _note(base + place, slot, tables)
-    counts[k] = max(counts[k] - 1, 0)
-    last = begins[k] + counts[k] - base
-    if last != place:
-        moved = _inside(slot_at[base + last], places.shape[1])
-        slot_at[base + place], places[k - first, moved] = moved, base + place
-        older, newer = links[0, last], links[1, last]
-        links[0, place], links[1, place] = older, newer
-        _join(k, older, place, links, heads)
-        _join(k, place, newer, links, heads)
-        _note(base + last, moved, tables)
-    slot_at[base + last] = -1
-    if free.shape[0] > 0:
-        for row in range(places.shape[0]):
-            if places[row, slot] >= 0:
+def _remove(k, entry, t):
+    """Remove an entry of a table; the last one moves to its position."""
+    first, base = _first_list(t)
+    entry = _inside(entry, t.links.shape[1])
+    slot = _inside(t.slot_at[base + entry], t.position_of.shape[1])
+    t.position_of[k - first, slot] = LEFT
+    _join(k, t.links[0, entry], t.links[1, entry], t.links, t.heads)
+    _note(base + entry, slot, t)
+    t.counts[k] = max(t.counts[k] - 1, 0)
+    last = t.begins[k] + t.counts[k] - base
+    if last != entry:
+        moved = _inside(t.slot_at[base + last], t.position_of.shape[1])
+        t.slot_at[base + entry], t.position_of[k - first, moved] = moved, base + entry
+        older, newer = t.links[0, last], t.links[1, last]
+        t.links[0, entry], t.links[1, entry] = older, newer
+        _join(k, older, entry, t.links, t.heads)
+        _join(k, entry, newer, t.links, t.heads)
+        _note(base + last, moved, t)
+    t.slot_at[base + last] = -1
+    if t.free.shape[0] > 0:
+        for each_list in range(t.position_of.shape[0]):
+            if t.position_of[each_list, slot] >= 0:
                 return
-        free[counters[FREE_TAIL] % free.shape[0]] = slot
-        counters[FREE_TAIL] += 1
+        t.free[t.counters[FREE_TAIL] % t.free.shape[0]] = slot
+        t.counters[FREE_TAIL] += 1
 
 
 @inlined
-def _put(k, slot, tables):
+def _put(k, slot, t):
     """Make ``slot`` the newest entry of a table that is not full."""
-    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
-    first = counts.shape[0] - places.shape[0]
-    position = begins[k] + counts[k]
-    place = position - begins[first]
-    counts[k] += 1
-    slot_at[position] = slot
-    places[k - first, slot] = position
-    _join(k, heads[1, k], place, links, heads)
-    links[1, place], heads[1, k] = -1, place
-    _note(position, slot, tables)
+    first, base = _first_list(t)
+    position = t.begins[k] + t.counts[k]
+    entry = position - base
+    t.counts[k] += 1
+    t.slot_at[position] = slot
+    t.position_of[k - first, slot] = position
+    _join(k, t.heads[1, k], entry, t.links, t.heads)
+    t.links[1, entry], t.heads[1, k] = -1, entry
+    _note(position, slot, t)
 
 
 @part
-def _is_stored(slot, number, tables):
+def _is_stored(slot, number, t):
     """True if the default table still holds the transition ``number`` that was written to ``slot``."""
-    return tables[6][slot] == number and (tables[8].shape[0] == 0 or tables[2][0, slot] >= 0)
+    return t.number[slot] == number and (t.free.shape[0] == 0 or t.position_of[0, slot] >= 0)
 
 
 @inlined
-def _step_before(slot, tables):
+def _step_before(slot, t):
     """The slot of the step before that in ``slot``, -1 if the default table does not hold it."""
-    number, before = tables[6], tables[7]
-    previous = min(before[slot], before.shape[0] - 1)
-    if previous < 0 or number[previous] >= number[slot] or not _is_stored(previous, number[previous], tables):
+    previous = min(t.step_before[slot], t.step_before.shape[0] - 1)
+    if previous < 0 or t.number[previous] >= t.number[slot] or not _is_stored(previous, t.number[previous], t):
         return -1
     return previous
 
 
 @loop
-def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table_of, history, *tables):
+def write(last_steps, cut, slots, stream, trajectory, ends, starts, occurred, table_of, history, *tables):
     """Write rows to the default table, and fill the event tables, row by row.
 
     Args:
-        episodes: slot and number of the last step of each open episode, and its trajectory, int64 [lanes, 3]; slot -1
-            if there is none.
+        last_steps: slot and number of the last step of the open episode of each stream, and its trajectory, int64
+            [streams, 3]; slot -1 if there is none.
         cut: a result, int64 [1]: the number of histories that lack steps which the default table no longer holds.
         slots: the slots, int64 [n]; with pinned tables a result.
-        lane: lane of each row, int64 [n].
+        stream: the stream of each row, as its row of ``last_steps``, int64 [n].
         trajectory: trajectory id of each row, int64 [n].
         ends: True if the row is the last of an episode, bool [n].
-        begins_: True if the row is the first of an episode, bool [n].
+        starts: True if the row is the first of an episode, bool [n].
         occurred: True if an event occurs in a row, bool [n, events].
         table_of: table of each event.
         history: τ of each event.
-        tables: see above.
+        tables: the arrays of :class:`Tables`.
     """
-    _, _, places, heads, counts, begins, number, before, free, counters, _ = tables
-    first, num_slots, is_pinned = counts.shape[0] - places.shape[0], places.shape[1], free.shape[0] > 0
+    t = Tables(*tables)
+    first, base = _first_list(t)
+    num_slots, is_pinned = t.position_of.shape[1], t.free.shape[0] > 0
     longest = 1
     for event in range(history.shape[0]):
         for row in range(slots.shape[0]):
@@ -142,29 +173,29 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
                 break
     path = np.empty(longest, np.int64)
     for row in range(slots.shape[0]):
-        episode = episodes[lane[row]]
-        previous = min(episode[0], num_slots - 1)
-        goes_on = previous >= 0 and not begins_[row] and episode[2] == trajectory[row]
-        if not (goes_on and _is_stored(previous, episode[1], tables)):
+        last_step = last_steps[stream[row]]
+        previous = min(last_step[0], num_slots - 1)
+        goes_on = previous >= 0 and not starts[row] and last_step[2] == trajectory[row]
+        if not (goes_on and _is_stored(previous, last_step[1], t)):
             previous = -1
         slot = _inside(slots[row], num_slots)
-        for k in range(places.shape[0]):
-            leaving = places[k, slot] - begins[first]
+        for k in range(t.position_of.shape[0]):
+            leaving = t.position_of[k, slot] - base
             if is_pinned:
                 # so that a slot is free
-                leaving = heads[0, 0] if k == 0 and counts[0] >= begins[1] else -1
+                leaving = t.heads[0, 0] if k == 0 and t.counts[0] >= t.begins[1] else -1
             if leaving >= 0:
-                _remove(first + k, leaving, tables)
+                _remove(first + k, leaving, t)
         if is_pinned:
-            slot = np.int64(_inside(free[counters[FREE_HEAD] % free.shape[0]], num_slots))
-            counters[FREE_HEAD] += 1
-        elif slot >= counts[0]:
-            counts[0] = slot + 1
-            _note(slot, slot, tables)
-        places[:, slot] = UNSENT
-        slots[row], number[slot], before[slot] = slot, counters[WRITTEN], previous
-        counters[WRITTEN] += 1
-        for k in range(first, counts.shape[0]):
+            slot = np.int64(_inside(t.free[t.counters[FREE_HEAD] % t.free.shape[0]], num_slots))
+            t.counters[FREE_HEAD] += 1
+        elif slot >= t.counts[0]:
+            t.counts[0] = slot + 1
+            _note(slot, slot, t)
+        t.position_of[:, slot] = NEVER_LISTED
+        slots[row], t.number[slot], t.step_before[slot] = slot, t.counters[WRITTEN], previous
+        t.counters[WRITTEN] += 1
+        for k in range(first, t.counts.shape[0]):
             reach = 1 if k == 0 else 0
             for event in range(history.shape[0]):
                 if occurred[row, event] and table_of[event] == k:
@@ -173,53 +204,55 @@ def write(episodes, cut, slots, lane, trajectory, ends, begins_, occurred, table
             while length < reach and step >= 0:
                 path[length] = step
                 length += 1
-                step = _step_before(step, tables)
-            cut[0] += length < reach and before[path[length - 1]] >= 0
+                step = _step_before(step, t)
+            cut[0] += length < reach and t.step_before[path[length - 1]] >= 0
             for at in range(length - 1, -1, -1):
-                if places[k - first, path[at]] == UNSENT:
-                    if counts[k] >= begins[k + 1] - begins[k]:
-                        _remove(k, heads[0, k], tables)
-                    _put(k, path[at], tables)
-        episode[0], episode[1], episode[2] = -1 if ends[row] else slot, number[slot], trajectory[row]
+                if t.position_of[k - first, path[at]] == NEVER_LISTED:
+                    if t.counts[k] >= t.begins[k + 1] - t.begins[k]:
+                        _remove(k, t.heads[0, k], t)
+                    _put(k, path[at], t)
+        last_step[0], last_step[1], last_step[2] = -1 if ends[row] else slot, t.number[slot], trajectory[row]
     if slots.shape[0] > 0:
-        counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
+        t.counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
 
 
 @loop
 def remove(slots, *tables):
     """Remove the entries of ``slots`` [n]."""
-    places, counts, begins = tables[2], tables[4], tables[5]
-    first = counts.shape[0] - places.shape[0]
+    t = Tables(*tables)
+    first, base = _first_list(t)
     for row in range(slots.shape[0]):
         slot = slots[row]
-        if slot < 0 or slot >= places.shape[1]:
+        if slot < 0 or slot >= t.position_of.shape[1]:
             continue
-        for k in range(places.shape[0]):
-            if places[k, slot] >= 0:
-                _remove(first + k, places[k, slot] - begins[first], tables)
+        for k in range(t.position_of.shape[0]):
+            if t.position_of[k, slot] >= 0:
+                _remove(first + k, t.position_of[k, slot] - base, t)
 
 
 @loop
 def order(result, table, *tables):
     """The slots of a table, oldest entry first, [counts[table]]."""
-    slot_at, links, places, heads, counts, begins = tables[0], tables[1], tables[2], tables[3], tables[4], tables[5]
-    place, size = heads[0, table], links.shape[1]
+    t = Tables(*tables)
+    _, base = _first_list(t)
+    entry = t.heads[0, table]
     for row in range(result.shape[0]):
-        place = _inside(place, size)
-        result[row] = slot_at[begins[counts.shape[0] - places.shape[0]] + place]
-        place = links[1, place]
+        entry = _inside(entry, t.links.shape[1])
+        result[row] = t.slot_at[base + entry]
+        entry = t.links[1, entry]
 
 
 @loop
 def earlier(slots, slot, number, *tables):
     """The steps up to that in ``slot``, transition ``number``, the last one first, in ``slots`` [n]; -1 before them."""
-    step = min(max(slot, 0), tables[6].shape[0] - 1)
-    if not _is_stored(step, number, tables):
+    t = Tables(*tables)
+    step = min(max(slot, 0), t.number.shape[0] - 1)
+    if not _is_stored(step, number, t):
         step = -1
     for row in range(slots.shape[0]):
         slots[row] = step
         if step >= 0:
-            step = _step_before(step, tables)
+            step = _step_before(step, t)
 
 
 @part
@@ -231,13 +264,13 @@ def _mass(slot, d, alpha):
 
 
 @loop
-def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, journal, begin, end):
+def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, position_of, counts, journal, begin, end):
     """Set the masses of the entries that changed with the numbers ``begin`` to ``end`` - 1, and of ``slots``.
 
     The leaves of the tree are the positions of the tables. The mass of an entry is the power of the absolute ``d`` of
     its slot with the exponent ``alpha[0]``, or 1 unit if ``d`` is empty.
     """
-    begin, first, count = max(begin, end - journal.shape[0]), counts.shape[0] - places.shape[0], 0
+    begin, first, count = max(begin, end - journal.shape[0]), counts.shape[0] - position_of.shape[0], 0
     size = end - begin + slots.shape[0] * counts.shape[0]
     index, mass = np.full(size, -1), np.empty(size, np.int64)
     for row in range(begin, end):
@@ -246,11 +279,11 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, j
         count += 1
     for row in range(slots.shape[0]):
         slot = slots[row]
-        if slot < 0 or slot >= places.shape[1]:
+        if slot < 0 or slot >= position_of.shape[1]:
             continue
         new = _mass(slot, d, alpha)
         for k in range(counts.shape[0]):
-            index[count], mass[count] = slot if k < first else places[k - first, slot], new
+            index[count], mass[count] = slot if k < first else position_of[k - first, slot], new
             count += 1
     write_all(leaves, nodes, nodes[:0], pages, slot_at.shape[0], index, mass)
 
@@ -292,21 +325,21 @@ def _allocate(eta, allocation, seed, table):
 
 
 @loop
-def mixture(slots, per_mass, leaves, places, probability):
+def mixture(slots, per_mass, leaves, position_of, probability):
     """The sums of the masses of the entries of each of ``slots`` [n], times ``per_mass`` of their tables."""
-    first = per_mass.shape[0] - places.shape[0]
+    first = per_mass.shape[0] - position_of.shape[0]
     probability[:] = 0
     for k in range(per_mass.shape[0]):
         for row in range(slots.shape[0]):
-            slot = np.int64(_inside(slots[row], places.shape[1]))
-            position = slot if k < first else places[k - first, slot]
+            slot = np.int64(_inside(slots[row], position_of.shape[1]))
+            position = slot if k < first else position_of[k - first, slot]
             if position >= 0:
                 probability[row] += per_mass[k] * leaves[_inside(position, leaves.shape[0])]
 
 
 @loop
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, places, is_mixed,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, position_of, is_mixed,
     table, eta, slots, density, probability,
 ):  # fmt: skip
     """Draw slots from tables.
@@ -317,7 +350,7 @@ def draw(
     * ``allocation``: how rows are divided among tables.
     * ``leaves``, ``nodes``, ``pages`` are the tree of the masses of all positions. ``is_uniform``: True if all masses
       are 0 or 1 unit.
-    * ``counts``, ``begins``, ``slot_at`` and ``places``: see above.
+    * ``counts``, ``begins``, ``slot_at`` and ``position_of``: see above.
     * The results are the ``table`` of each row, int64 [n]; ``eta``, η of each table, 0 for tables that are not used,
       with sum 1; ``slots``; the ``probability`` of each slot, and a ``density``, [n] each: the probability if
       ``is_mixed``, else |B_k| q_k(i) for the table k of the row. If nothing can be drawn, both are 0.
@@ -350,8 +383,8 @@ def draw(
         descend(leaves, nodes, pages, capacity, slots, mass)
     # short loops, so that the cache misses of the rows overlap
     for row in range(rows):
-        slots[row] = _inside(slot_at[_inside(slots[row], capacity)], places.shape[1])
-    mixture(slots, per_mass, leaves, places, density)
+        slots[row] = _inside(slot_at[_inside(slots[row], capacity)], position_of.shape[1])
+    mixture(slots, per_mass, leaves, position_of, density)
     for row in range(rows):
         k, probability[row] = table[row], density[row]
         if not is_mixed:

@@ -257,14 +257,14 @@ rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) expon
 
 # the arrays of EventTables
 _EVENTS = (
-    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) places, Tensor(j!) heads, Tensor(k!) counts, "
-    "Tensor begins, Tensor(l!) number, Tensor(m!) before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
+    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) position_of, Tensor(j!) heads, Tensor(k!) counts, "
+    "Tensor begins, Tensor(l!) number, Tensor(m!) step_before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
 )
 _READ_EVENTS = re.sub(r"\(\w!\)", "", _EVENTS)
 events_write = Kernel(
     "events.write",
-    "Tensor(a!) episodes, Tensor(c!) cut, Tensor(b!) slots, Tensor lane, Tensor trajectory, Tensor ends, "
-    "Tensor begins_, Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
+    "Tensor(a!) last_steps, Tensor(c!) cut, Tensor(b!) slots, Tensor stream, Tensor trajectory, Tensor ends, "
+    "Tensor starts, Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
     for_cuda=False,
 )
 events_remove = Kernel("events.remove", "Tensor slots, " + _EVENTS, for_cuda=False)
@@ -273,15 +273,15 @@ events_earlier = Kernel("events.earlier", "Tensor(a!) slots, int slot, int numbe
 events_set_masses = Kernel(
     "events.set_masses",
     "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor d, Tensor alpha, Tensor slots, Tensor slot_at, "
-    "Tensor places, Tensor counts, Tensor journal, int begin, int end",
+    "Tensor position_of, Tensor counts, Tensor journal, int begin, int end",
 )
 events_mixture = Kernel(
-    "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor places, Tensor(a!) probability"
+    "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor position_of, Tensor(a!) probability"
 )
 events_draw = Kernel(
     "events.draw",
     "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
-    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor places, bool is_mixed, Tensor(a!) table, "
+    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor position_of, bool is_mixed, Tensor(a!) table, "
     "Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
 )
 

@@ -76,12 +76,12 @@ class EntryMasses:
         if self._shares is not None:
             slots = slots if changes is None else torch.cat([slots, self.stored(changes[:, 1])])
             self._set_numbers(self._shares, slots.clamp_min(0))
-        slot_at, places, counts, journal = view.views()
+        slot_at, position_of, counts, journal = view.views()
         if view.is_copy:
             begin, end, journal = (0, 0, journal) if changes is None else (0, len(changes), changes)
         leaves, nodes, pages, _ = self.tree.arrays()
         masses = *self._power, slots.contiguous()
-        events_set_masses(leaves, nodes, pages, *masses, slot_at, places, counts, journal, begin, end)
+        events_set_masses(leaves, nodes, pages, *masses, slot_at, position_of, counts, journal, begin, end)
         if self._pairs is not None and not is_traced():
             moved = slots if changes is None else torch.cat([changes[:, 1], slots])
             moved = torch.arange(self._size, device=self._device) if is_new else moved
@@ -107,7 +107,7 @@ class EntryMasses:
     def mixture(self, slots: Tensor, per_mass: Tensor) -> Tensor:
         """The sum over the tables of ``per_mass`` [tables] times the mass of each of ``slots`` [n], float64 [n]."""
         probability = per_mass.new_empty(slots.shape[0])
-        events_mixture(slots.contiguous(), per_mass, self.tree.leaves, self.view.places, probability)
+        events_mixture(slots.contiguous(), per_mass, self.tree.leaves, self.view.position_of, probability)
         return probability
 
     def rebuild(self) -> None:

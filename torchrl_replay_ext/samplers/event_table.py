@@ -240,14 +240,14 @@ class EventTableSampler(ReplaySampler):
         # 1 / w corrects for the priorities inside the tables only, or it is in proportion to the probability
         is_mixed = self._correction is not None
         shares, least, begins = self._views()
-        slot_at, places, counts, _ = masses.view.views()
+        slot_at, position_of, counts, _ = masses.view.views()
         table, eta = empty(leaves, count, torch.int64), empty(leaves, len(counts), torch.float64)
         slots, density = empty(leaves, count, torch.int64), empty(leaves, count, torch.float64)
         probability = empty(leaves, count, torch.float32)
         events_draw(
             random_seed(self.layout.device, generator),
             *(shares, least, METHODS.index(self._allocation), leaves, nodes, pages, masses.is_uniform),
-            *(counts, begins, slot_at, places, is_mixed, table, eta, slots, density, probability),
+            *(counts, begins, slot_at, position_of, is_mixed, table, eta, slots, density, probability),
         )
         if self._pairs is not None:
             density = self._corrected(self._pairs, *map(as_tensor, (slots, density, eta)))

@@ -30,7 +30,7 @@ from torchrl_replay_ext.writers.event_rows import EventReader, EventRows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
 # slot and number of the last step of an open episode, and its trajectory
-_NO_EPISODE = [-1, -1, -1]
+_NO_STEP = [-1, -1, -1]
 
 
 class EventTableWriter(CompilableWriter):
@@ -108,7 +108,7 @@ class EventTableWriter(CompilableWriter):
         self._table_of = np.array([tables.names.index(spec.table or spec.name) for spec in tables.specs])
         self._history = np.array([spec.history for spec in tables.specs])
         # the last step of the unfinished episode of each stream; the tables know the steps before it
-        self._open: dict[int, list[int]] = {}
+        self._last_steps: dict[int, list[int]] = {}
         # the content of the storage for which the tables were allocated
         self._sized_by: Any = None
         self._done_and_ids = episodes.done_key, episodes.traj_key
@@ -242,7 +242,7 @@ class EventTableWriter(CompilableWriter):
 
     def _with_earlier(self, segment: Any, stream: int, trajectory: int, count: int) -> Any:
         """``segment`` after the last ``count`` stored transitions of the unfinished episode of its stream."""
-        slot, number, last_trajectory = self._open.get(stream, _NO_EPISODE)
+        slot, number, last_trajectory = self._last_steps.get(stream, _NO_STEP)
         known, slots = _torchrl.shape_and_device(self._storage), np.full(count, -1)
         if last_trajectory == trajectory:
             events_earlier(slots, slot, number, *self.tables.arrays())
@@ -260,9 +260,9 @@ class EventTableWriter(CompilableWriter):
     def _write(self, data: Any, rows: EventRows, as_number: bool) -> Tensor:
         """Write at most as many rows as fit into the default table. After an error nothing is written."""
         tables, storage, count = self.tables, self._storage, len(rows.stream)
-        arrays, lanes = tables.arrays(), dict[int, int]()
-        lane = np.array([lanes.setdefault(stream, len(lanes)) for stream in rows.stream.tolist()])
-        episodes = np.array([self._open.get(stream, _NO_EPISODE) for stream in lanes])
+        arrays, streams = tables.arrays(), dict[int, int]()
+        stream_of = np.array([streams.setdefault(stream, len(streams)) for stream in rows.stream.tolist()])
+        last_steps = np.array([self._last_steps.get(stream, _NO_STEP) for stream in streams])
         cursor, write_count, length_before = int(self.cursor_value), int(self._write_count_value), length_now(storage)
         first, counts = cursor * (count // len(data)), arrays[4]
         if not counts[0]:
@@ -270,7 +270,7 @@ class EventTableWriter(CompilableWriter):
         slots = np.full(count, -1) if tables.is_pinned else np.arange(first, first + count) % tables.num_slots
         size = int(counts[0])
         cut = np.zeros(1, np.int64)
-        fill = episodes, cut, slots, lane, *rows[1:], self._table_of, self._history, *arrays
+        fill = last_steps, cut, slots, stream_of, *rows[1:], self._table_of, self._history, *arrays
         try:
             if tables.is_pinned:
                 events_write(*fill)
@@ -289,14 +289,15 @@ class EventTableWriter(CompilableWriter):
             else:
                 self._discard(cursor, data, int(length_before))
             raise
-        for stream, episode in zip(lanes, episodes.tolist(), strict=True):
-            self._open[stream] = episode
-            if episode[0] < 0:
-                del self._open[stream]
-        if len(self._open) > 2 * tables.num_slots:
+        for stream, last_step in zip(streams, last_steps.tolist(), strict=True):
+            self._last_steps[stream] = last_step
+            if last_step[0] < 0:
+                del self._last_steps[stream]
+        if len(self._last_steps) > 2 * tables.num_slots:
             # episodes that were interrupted
             number = tables.number.tolist()
-            self._open = {stream: episode for stream, episode in self._open.items() if number[episode[0]] == episode[1]}
+            known = self._last_steps.items()
+            self._last_steps = {stream: step for stream, step in known if number[step[0]] == step[1]}
         check_streams(storage, torch.from_numpy(slots), *self._done_and_ids)
         if cut[0] and not self._warned_of_cut:
             self._warn_of_cut()
@@ -327,7 +328,7 @@ class EventTableWriter(CompilableWriter):
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)
         self.tables.clear()
-        self._open = {}
+        self._last_steps = {}
 
     # --- saving
 
@@ -375,7 +376,7 @@ class EventTableWriter(CompilableWriter):
         super().load_state_dict(state_dict)
         tables, saved = self.tables, state_dict["tables"]
         tables.clear()
-        self._open = {}
+        self._last_steps = {}
         if saved:
             known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
             tables.allocate(len(saved["number"]), tables.device if known is None else known[1])

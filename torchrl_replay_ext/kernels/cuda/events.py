@@ -15,19 +15,19 @@ from torchrl_replay_ext.kernels.tree_layout import UNIT
 _MULTINOMIAL = METHODS.index("multinomial")
 
 
-def _positions(slots, counts, places):
+def _positions(slots, counts, position_of):
     """The positions of ``slots`` [n] in each table, negative where a table does not hold them; int64 [tables, n]."""
-    slots = slots.clamp(0, places.shape[1] - 1)
-    listed = places.index_select(1, slots).to(torch.int64)
-    return listed if len(counts) == len(places) else torch.cat([slots.unsqueeze(0), listed])
+    slots = slots.clamp(0, position_of.shape[1] - 1)
+    listed = position_of.index_select(1, slots).to(torch.int64)
+    return listed if len(counts) == len(position_of) else torch.cat([slots.unsqueeze(0), listed])
 
 
-def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, journal, begin, end):
+def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, position_of, counts, journal, begin, end):
     """See the loop of the same name."""
     numbers = torch.arange(max(begin, end - len(journal)), end, device=journal.device)
     changed = journal[numbers % max(len(journal), 1), 0].to(torch.int64)
-    exists = (slots >= 0) & (slots < places.shape[1])
-    index = torch.cat([changed, torch.where(exists, _positions(slots, counts, places), -1).reshape(-1)])
+    exists = (slots >= 0) & (slots < position_of.shape[1])
+    index = torch.cat([changed, torch.where(exists, _positions(slots, counts, position_of), -1).reshape(-1)])
     if not len(index):
         return
     slot = slot_at[index.clamp(0, len(slot_at) - 1)].to(torch.int64)
@@ -39,7 +39,7 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, places, counts, j
 
 
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, _is_uniform, counts, begins, slot_at, places, is_mixed,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, _is_uniform, counts, begins, slot_at, position_of, is_mixed,
     table, eta, slots, density, probability,
 ):  # fmt: skip
     """See the loop of the same name. The rows are in another random order."""
@@ -59,15 +59,15 @@ def draw(
     width = total[table]
     target = ends[table] + torch.minimum((u * width).to(torch.int64), width - 1).clamp_min(0)
     trees.find(leaves, nodes, pages, capacity, target, leaf, mass)
-    slots.copy_(slot_at[leaf.clamp(0, capacity - 1)].clamp(0, places.shape[1] - 1))
-    mixture(slots, eta / total.clamp_min(1), leaves, places, density)
+    slots.copy_(slot_at[leaf.clamp(0, capacity - 1)].clamp(0, position_of.shape[1] - 1))
+    mixture(slots, eta / total.clamp_min(1), leaves, position_of, density)
     probability.copy_(density)
     if not is_mixed:
         density.copy_(mass * (counts / total.clamp_min(1))[table])
 
 
-def mixture(slots, per_mass, leaves, places, probability):
+def mixture(slots, per_mass, leaves, position_of, probability):
     """See the loop of the same name."""
-    position = _positions(slots, per_mass, places)
+    position = _positions(slots, per_mass, position_of)
     mass = leaves[position.clamp(0, len(leaves) - 1)] * (position >= 0)
     probability.copy_((mass * per_mass.unsqueeze(1)).sum(0))
