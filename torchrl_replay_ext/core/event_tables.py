@@ -309,11 +309,9 @@ class TableView:
         changes = journal[torch.arange(seen, end, device="cpu") % len(journal)].to(torch.int64)
         if self.is_copy:
             position, slot = changes.unbind(1)
-            now, position_of = self._tables.slot_at[position], self._tables.position_of[:, slot]
-            changes, now, position_of = (
-                each.to(self._device, non_blocking=True) for each in (changes, now, position_of)
-            )
-            self.slot_at.index_copy_(0, changes[:, 0], now)
+            now = changes, self._tables.slot_at[position], self._tables.position_of[:, slot]
+            changes, slot_at, position_of = (each.to(self._device, non_blocking=True) for each in now)
+            self.slot_at.index_copy_(0, changes[:, 0], slot_at)
             self.position_of.index_copy_(1, changes[:, 1], position_of)
             self.counts.copy_(self._tables.counts, non_blocking=True)
         return changes

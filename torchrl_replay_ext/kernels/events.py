@@ -339,8 +339,8 @@ def mixture(slots, per_mass, leaves, position_of, probability):
 
 @loop
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, position_of, is_mixed,
-    table, eta, slots, density, probability,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, is_uniform, counts, begins, slot_at, position_of,
+    is_mixed, table, eta, slots, density, probability,
 ):  # fmt: skip
     """Draw slots from tables.
 

@@ -281,8 +281,8 @@ events_mixture = Kernel(
 events_draw = Kernel(
     "events.draw",
     "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
-    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor position_of, bool is_mixed, Tensor(a!) table, "
-    "Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
+    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor position_of, bool is_mixed, "
+    "Tensor(a!) table, Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
 )
 
 frames_write = Kernel(

@@ -39,8 +39,8 @@ def set_masses(leaves, nodes, pages, d, alpha, slots, slot_at, position_of, coun
 
 
 def draw(
-    seed, shares, min_sizes, allocation, leaves, nodes, pages, _is_uniform, counts, begins, slot_at, position_of, is_mixed,
-    table, eta, slots, density, probability,
+    seed, shares, min_sizes, allocation, leaves, nodes, pages, _is_uniform, counts, begins, slot_at, position_of,
+    is_mixed, table, eta, slots, density, probability,
 ):  # fmt: skip
     """See the loop of the same name. The rows are in another random order."""
     count, capacity = len(table), len(slot_at)
