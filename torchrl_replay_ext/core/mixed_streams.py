@@ -46,10 +46,10 @@ def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, t
     if not left:
         return
     slots = slots[:left]
-    found = _compare(storage, slots, done_key, traj_key)
-    if found is not None:
-        same, different = same + found.count(True), different + found.count(False)
-    left = 0 if found is None or same + different >= _PAIRS else left - len(slots)
+    goes_on = _compare(storage, slots, done_key, traj_key)
+    if goes_on is not None:
+        same, different = same + goes_on.count(True), different + goes_on.count(False)
+    left = 0 if goes_on is None or same + different >= _PAIRS else left - len(slots)
     vars(storage)[_ATTRIBUTE] = left, same, different
     if same + different >= _PAIRS and different > same:
         warnings.warn(

@@ -190,9 +190,9 @@ class Slots:
             refuses: True if invalid rows refuse the update. The result is then read.
 
         Returns:
-            Why the update is refused, or 0; the row for which it is, or the number of slots that were updated (n if
+            Why the update is refused, or 0; the row for which it is, or the count of slots that were updated (n if
             nothing is refused); these slots, int64 [n], and their priorities, float32 [n], with -1 and 0 in other rows.
-            Where the number is known, they come first.
+            Where the count is known, they come first.
         """
         *state, nothing = self._update_views()
         count = slots.shape[0]
@@ -200,8 +200,8 @@ class Slots:
         kept, d = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
         result = empty(nothing, 2, torch.int64)
         rows_update(*state, slots.contiguous(), error.contiguous(), stamp, refuses, kept, d, result)
-        reason, number = result.tolist() if refuses else (0, count)
-        return reason, number, kept, d
+        reason, row_or_count = result.tolist() if refuses else (0, count)
+        return reason, row_or_count, kept, d
 
     # --- the largest priority
 

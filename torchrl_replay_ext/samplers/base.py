@@ -324,15 +324,15 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             self._ignore_missing(slots)
             return
         stamp = None if stamp is None else stamp.to(self.layout.device)
-        reason, number, updated, d = self.slots.update(slots, error, stamp, refuses=refuses)
+        reason, row_or_count, updated, d = self.slots.update(slots, error, stamp, refuses=refuses)
         if reason == INVALID and bool((error == NO_TD_ERROR).all()):
             self._ignore_missing(slots)
             return
         if reason:
-            raise self._refused_update(reason, slots, error, row=number)
-        if number and self._needs_update_call:
+            raise self._refused_update(reason, slots, error, row=row_or_count)
+        if row_or_count and self._needs_update_call:
             if isinstance(updated, np.ndarray):
-                updated, d = torch.from_numpy(updated[:number]), torch.from_numpy(d[:number])
+                updated, d = torch.from_numpy(updated[:row_or_count]), torch.from_numpy(d[:row_or_count])
             self.slots.recount(updated)
             self.update(updated, d)
         self.step()

@@ -29,12 +29,12 @@ def require_fitting(call: str, state: Mapping[str, Any], tensors: Mapping[str, T
         )
     for key, tensor in tensors.items():
         expected = f"shape {tuple(tensor.shape)} and {tensor.dtype}"
-        found = state[key]
-        found = f"shape {tuple(found.shape)} and {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-        if found != expected:
+        saved = state[key]
+        actual = f"shape {tuple(saved.shape)} and {saved.dtype}" if isinstance(saved, Tensor) else type(saved).__name__
+        if actual != expected:
             raise ValueError(
-                f"{call}: the entry {key} has {found}, expected {expected}; the sampler must have the arguments of the "
-                "one that saved the state, such as capacity and num_streams."
+                f"{call}: the entry {key} has {actual}, expected {expected}; the sampler must have the arguments of "
+                "the one that saved the state, such as capacity and num_streams."
             )
 
 

@@ -72,8 +72,8 @@ class EventReader:
             streams: number of columns of the storage, each a stream; None: trajectory ids are the streams.
         """
         count, specs = data.shape[0], self._specs
-        found = _torchrl.entries_of(data, self._keys)
-        for key, column in zip(self._keys, found, strict=True):
+        done, init, *ids_if_any = entries = _torchrl.entries_of(data, self._keys)
+        for key, column in zip(self._keys, entries, strict=True):
             if column is None and key not in self._optional:
                 raise KeyError(
                     f"EventTableWriter: the data has no entry {key!r}; pass the name of the right entry as "
@@ -84,7 +84,7 @@ class EventReader:
                     f"EventTableWriter: the entry {key!r} has shape {tuple(column.shape)} for {count} transitions; "
                     "one value per transition is needed."
                 )
-        begins, ids = found[1], found[2] if len(found) > 2 else None
+        ids = ids_if_any[0] if ids_if_any else None
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(
                 f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
@@ -92,10 +92,10 @@ class EventReader:
             )
         columns = [specs[number].signal(data) for number in self._simple]
         # NumPy has no bfloat16
-        flags = (each != 0 if each.is_floating_point() else each for each in found if each is not None)
+        flags = (flag != 0 if flag.is_floating_point() else flag for flag in (done, init, ids) if flag is not None)
         values = _on_cpu([*columns, *flags])
         trajectory = np.full(count, -1) if ids is None else values.pop().astype(np.int64, copy=False)
-        first = np.zeros(count, bool) if begins is None else values.pop() != 0
+        first = np.zeros(count, bool) if init is None else values.pop() != 0
         last = values.pop() != 0
         stream = trajectory if streams is None else np.arange(count) % streams
         rows = EventRows(stream, trajectory, last, first, np.zeros((count, len(specs)), bool))
