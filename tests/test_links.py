@@ -81,3 +81,12 @@ def test_the_readme_holds_one_test_command():
     # .ci/run takes the line from there
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert sum(re.fullmatch(r"pip install .* && python -m pytest.*", line) is not None for line in lines) == 1
+
+
+def test_functions_beside_links_are_in_those_files():
+    page = ROOT / "torchrl_replay_ext" / "guide" / "own_sampler.md"
+    pairs = re.findall(r"\]\((\.\./\S+\.py)\): `(\w+)`(?:(?:,| and) `(\w+)`)?", page.read_text(encoding="utf-8"))
+    assert len(pairs) > 8
+    for file, *names in pairs:
+        source = (page.parent / file).read_text(encoding="utf-8")
+        assert all(re.search(rf"(def |self\.){name}\b", source) for name in names if name), (file, names)
