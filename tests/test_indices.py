@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_replay_ext.indices import is_last_occurrence
+from torchrl_replay_ext.core.layout import is_last_occurrence
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)

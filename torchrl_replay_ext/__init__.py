@@ -1,7 +1,7 @@
 """Experience replay for TorchRL: samplers for ``TensorDictReplayBuffer``, and the losses of ACER and Retrace."""
 
 from torchrl_replay_ext.annealing import Anneal
-from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
+from torchrl_replay_ext.buffers import CompilableReplayBuffer
 from torchrl_replay_ext.core.conditions import Novel, Quantile, Threshold
 from torchrl_replay_ext.core.event_spec import EventSpec
 from torchrl_replay_ext.core.event_tables import EventTables

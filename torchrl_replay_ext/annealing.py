@@ -1,10 +1,10 @@
-"""Hyperparameters of samplers, constant or on a linear schedule, held in tensors."""
+"""Hyperparameters in tensors, constant or on a linear schedule, and the attributes by which users assign them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import ROUNDING, as_number, shown, within_limits
 from torchrl_replay_ext.compilation import outside_inference_mode
 from torchrl_replay_ext.kernels.ops import Views
+
+if TYPE_CHECKING:
+    from torchrl_replay_ext.samplers.base import ReplaySampler
 
 
 @dataclass(frozen=True)
@@ -160,3 +163,36 @@ def make_exponents(owner: str, /, **values: float | Anneal) -> dict[str, Hyperpa
     if unknown := values.keys() - rules:
         raise TypeError(f"{owner}({min(unknown)}=...): there is no such argument; exponents are {', '.join(rules)}.")
     return {name: Hyperparameter(owner, name, value, **rules[name]) for name, value in values.items()}
+
+
+ALPHA = """Priority exponent. An assignment applies the new value to all stored transitions, in O(capacity).
+
+While alpha is annealed (:class:`~torchrl_replay_ext.Anneal`), the priority of a transition uses the alpha of its last
+write or update. When the schedule ends, its final value is applied to all stored transitions. A
+:class:`~torchrl_replay_ext.CompilableReplayBuffer` cannot branch on the end of the schedule; there, each update applies
+the current alpha to the next 64 slots instead."""
+BETA = "Exponent of the importance-sampling weights."
+
+
+def exponent(name: str, doc: str, *, only_with: str = "") -> Any:
+    """A property for a hyperparameter of a sampler: reads a float, accepts a number or a schedule.
+
+    Args:
+        name: the name of the hyperparameter.
+        doc: the docstring of the attribute.
+        only_with: the argument without which the sampler does not have the hyperparameter. Default: none.
+    """
+
+    def require(sampler: ReplaySampler) -> None:
+        if name not in sampler.hyperparameters:
+            raise AttributeError(f"{type(sampler).__name__}.{name}: this sampler has no {name}; it needs {only_with}.")
+
+    def get(sampler: ReplaySampler) -> float:
+        require(sampler)
+        return float(sampler.hyperparameters[name].value)
+
+    def set_(sampler: ReplaySampler, value: float | Tensor | Anneal) -> None:
+        require(sampler)
+        sampler.set_hyperparameter(name, value)
+
+    return property(get, set_, doc=doc)

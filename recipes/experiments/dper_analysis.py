@@ -48,7 +48,7 @@ from recipes.experiments.command_line import ExperimentParser, Row
 from recipes.studies.figures import GREY, explain, looks, panel_grid, sample_line, styled
 from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, DecoupledSampler
 from torchrl_replay_ext.functional import gaussian_policy_kl
-from torchrl_replay_ext.samplers.candidates import Granularity
+from torchrl_replay_ext.samplers.decoupled import Granularity
 
 SHARES = (0.5, 0.25, 0.1)
 SATURATED = 0.99  # absolute value of an action

@@ -8,8 +8,7 @@ import torch
 
 from tests.kernels.implementations import assert_equal, not_interpreted, plainly
 from torchrl_replay_ext import EventSpec, EventTables, SumTree
-from torchrl_replay_ext.functional import allocate
-from torchrl_replay_ext.functional.allocation import METHODS
+from torchrl_replay_ext.functional import METHODS, allocate
 from torchrl_replay_ext.kernels import ops
 
 

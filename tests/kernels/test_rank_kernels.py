@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from tests.kernels.implementations import INTERPRETED, plainly
-from torchrl_replay_ext.core.rank_buckets import RankBuckets
 from torchrl_replay_ext.kernels import ops
+from torchrl_replay_ext.samplers.rank import RankBuckets
 
 
 def some_ranks(size):

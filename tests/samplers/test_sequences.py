@@ -11,7 +11,7 @@ from torchrl.data import Sequence
 from tests.data import SAMPLERS, buffer_with, event_sampler, linear_policy, random_rows
 from tests.samplers.experience import probabilities, sorted_within
 from torchrl_replay_ext import DecoupledSampler, ProportionalSampler, compile_step
-from torchrl_replay_ext.buffers.sequences import CompilableSequence
+from torchrl_replay_ext.buffers import CompilableSequence
 
 CAPACITY, EPISODE = 40, 10
 UNIT = Sequence(length=3, burn_in=1, bootstrap=1)

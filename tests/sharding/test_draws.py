@@ -17,7 +17,6 @@ from tests.sharding.shards import (
     filled_pair,
     learn,
     probability_of_rows,
-    require_own_priorities,
     set_priorities,
     sharded,
     slices,
@@ -122,13 +121,6 @@ def test_annealed_exponents_are_those_of_one_buffer(sampler, local_ray):
     assert many.stats()["beta"] == pytest.approx(0.7)
     many.sample()
     assert [actor.replay.stats()["beta"] for actor in local_ray.actors] == pytest.approx([0.7] * 3)
-
-
-@pytest.mark.parametrize("name", ["proportional", "reaper", "event tables, priorities", "slices, priorities"])
-def test_updates_reach_the_rows_they_belong_to(name):
-    many = filled(name, 3)
-    learn(many)
-    assert require_own_priorities(many) > 30
 
 
 def test_new_rows_get_the_largest_priority_of_all_shards():

@@ -14,7 +14,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import require_choice, require_integer, require_nested_keys, require_number
-from torchrl_replay_ext.core.sketch import Sketch, hash_rows
+from torchrl_replay_ext.core.pair_counts import Sketch, hash_rows
 
 _OPERATORS = {
     ">": operator.gt,

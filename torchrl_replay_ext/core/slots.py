@@ -10,9 +10,8 @@ from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, read, scatter_in_bounds
-from torchrl_replay_ext.core.layout import Layout
+from torchrl_replay_ext.core.layout import Layout, as_index
 from torchrl_replay_ext.core.sum_tree import MaxTree, PowerMasses
-from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record, rows_update
 
 
@@ -21,7 +20,7 @@ class RingWrite(NamedTuple):
 
     Args:
         slots_as_index: its slots as a slice or NumPy array where values can be read, see
-            :func:`~torchrl_replay_ext.indices.as_index`.
+            :func:`~torchrl_replay_ext.core.layout.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         expected: the step after the last one that was seen; -1 before the first write.

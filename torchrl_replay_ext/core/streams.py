@@ -1,12 +1,22 @@
-"""``Episodes``: how users say by which entries the rows of a buffer are divided into episodes."""
+"""``Episodes``: how users divide rows into episodes; a warning if rows of several environments are taken for one."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from tensordict import NestedKey
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from torch import Tensor
+from torchrl.data.replay_buffers import Storage
 
+from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_integer, require_nested_keys
+from torchrl_replay_ext.compilation import is_traced, to_device
+from torchrl_replay_ext.core.layout import unravel
 
 
 @dataclass(frozen=True)
@@ -64,3 +74,93 @@ def require_episodes(owner: str, episodes: Episodes | None) -> Episodes:
             f"{owner}(episodes={episodes!r}): episodes must be an Episodes object, such as Episodes(num_streams=8)."
         )
     return episodes
+
+
+# Attribute of a storage: the number of rows that may still be compared, and of pairs of rows that were equal and that
+# differed. Parts of one buffer share it, so there is one warning.
+_ATTRIBUTE = "_compared_rows"
+_ROWS, _PAIRS = 512, 16
+# entries of both a state and the next one that do not identify it
+_FLAGS = {"done", "terminated", "truncated", "reward", "is_init", "step_count"}
+# with it, the next observation is that after several steps
+_N_STEP = "steps_to_next_obs"
+
+
+def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, traj_key: NestedKey | None) -> None:
+    """Warn once per storage if most rows do not go on with the row before, as steps of one environment do.
+
+    In the first writes, the next observation of a row is compared with the observation of the row after it in the ring,
+    unless the episode ended or the trajectory ids differ. They differ if several environments write in turn and the
+    data has no trajectory ids. Nothing is checked in graphs.
+
+    Args:
+        storage: the storage, which holds the rows.
+        slots: int64 [n], the rows of a write, in the order of writing.
+        done_key: entry that marks the end of an episode.
+        traj_key: entry with trajectory ids, if stored; None: there is none.
+    """
+    # first, so that graphs do not depend on the counts
+    if is_traced():
+        return
+    left, same, different = vars(storage).get(_ATTRIBUTE, (_ROWS, 0, 0)) if storage is not None else (0, 0, 0)
+    if not left:
+        return
+    slots = slots[:left]
+    goes_on = _compare(storage, slots, done_key, traj_key)
+    if goes_on is not None:
+        same, different = same + goes_on.count(True), different + goes_on.count(False)
+    left = 0 if goes_on is None or same + different >= _PAIRS else left - len(slots)
+    vars(storage)[_ATTRIBUTE] = left, same, different
+    if same + different >= _PAIRS and different > same:
+        warnings.warn(
+            'Most rows do not go on with the row before: ("next", "observation") of a row is not "observation" of the '
+            "next one. If several environments write to this buffer, their steps are mixed. Store trajectory ids, "
+            "which collectors write to ('collector', 'traj_ids'), and pass episodes=Episodes(num_streams=<number of "
+            "environments>) if there are more than 64; or use a storage with a column for each environment (ndim=2). "
+            "If each row follows the one before, ignore this warning.",
+            stacklevel=2,
+        )
+
+
+def _compare(storage: Any, slots: Tensor, done_key: NestedKey, traj_key: NestedKey | None) -> list[bool] | None:
+    """Whether rows go on with those before them; only of rows that are taken for consecutive steps.
+
+    None if the stored entries do not tell.
+    """
+    known = _torchrl.shape_and_device(storage)
+    if known is None or not is_tensor_collection(_torchrl.stored_data(storage)):
+        return None
+    shape, device = known
+    # the step before those of the first step is unknown
+    width = math.prod(shape[1:])
+    slots = to_device(slots[slots >= width], device)
+    if not len(slots):
+        return []
+    before, after = (storage.get(unravel(each, shape)) for each in (slots - width, slots))
+    done, pair = before.get(done_key, None), next(_observations(before, after), None)
+    if done is None or pair is None or _has_several_steps(before):
+        return None
+    goes_on = ~done.reshape(len(slots), -1).to(torch.bool).any(1)
+    ids = None if traj_key is None else before.get(traj_key, None)
+    if ids is not None:
+        goes_on &= (ids == after.get(traj_key)).reshape(len(slots), -1).all(1)
+    first, second = pair
+    # NaN is equal to NaN
+    is_same = ((first == second) | ((first != first) & (second != second))).reshape(len(slots), -1).all(1)
+    return is_same[goes_on].tolist()
+
+
+def _observations(before: TensorDictBase, after: TensorDictBase) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of the next state of one row and the state of the other, for each entry that both have."""
+    # agents with different shapes are separate entries
+    old, new = _torchrl.saved_columns(before), _torchrl.saved_columns(after)
+    for path in sorted(new, key=lambda path: path[-1] != "observation"):
+        first, second = old.get(("next", *path)), new[path]
+        if first is None or path[-1] in _FLAGS:
+            continue
+        if (first.shape, first.dtype) == (second.shape, second.dtype):
+            yield first, second
+
+
+def _has_several_steps(rows: TensorDictBase) -> bool:
+    return any(path[-1] == _N_STEP for path in _torchrl.saved_columns(rows))

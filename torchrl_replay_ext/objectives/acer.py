@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Categorical, OneHotCategorical
 
 from torchrl_replay_ext.arguments import key_path, require_choice
-from torchrl_replay_ext.functional.retrace import log_ratio
+from torchrl_replay_ext.functional import log_ratio
 from torchrl_replay_ext.objectives.acer_base import ACERBase, Check, Terms, inverse
 from torchrl_replay_ext.objectives.categorical import (
     action_index,

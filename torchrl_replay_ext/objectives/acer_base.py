@@ -17,8 +17,15 @@ from torchrl.objectives import LossModule
 
 from torchrl_replay_ext.arguments import require_bool, require_choice, require_finite, require_number
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
-from torchrl_replay_ext.functional import importance_sampling_return, retrace, trust_region_projection
-from torchrl_replay_ext.functional.retrace import THRESHOLD, UNIT_INTERVAL, log_ratio, max_log_ratio
+from torchrl_replay_ext.functional import (
+    THRESHOLD,
+    UNIT_INTERVAL,
+    importance_sampling_return,
+    log_ratio,
+    max_log_ratio,
+    retrace,
+    trust_region_projection,
+)
 from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, require_shape
 
 # Return the value of an attribute; the arguments are the class, the name, and the value that is assigned.

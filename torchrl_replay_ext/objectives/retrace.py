@@ -15,8 +15,7 @@ from torch import Tensor
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_replay_ext.functional import retrace
-from torchrl_replay_ext.functional.retrace import POWER, THRESHOLD, UNIT_INTERVAL
+from torchrl_replay_ext.functional import POWER, THRESHOLD, UNIT_INTERVAL, retrace
 from torchrl_replay_ext.objectives.categorical import action_index, evaluate_rows, expectation, of_all_actions
 from torchrl_replay_ext.objectives.trajectory import WRITTEN_BY_POLICY, Trajectories, entries_read, require_entry
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_replay_ext.arguments import key_path
 from torchrl_replay_ext.compilation import raise_if, values_can_be_read
-from torchrl_replay_ext.functional.retrace import last_steps
+from torchrl_replay_ext.functional import last_steps
 
 # The component that should have written an entry, for error messages.
 WRITTEN_BY_POLICY = "the policy writes it, and the collector stores it"

@@ -1,10 +1,11 @@
-"""Ties a sampler to its storage, saves it and loads it."""
+"""Ties a sampler to its storage, saves it, and loads states that fit."""
 
 from __future__ import annotations
 
 import copy
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,77 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import is_traced, mark_static, to_device
+from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.layout import flat_slots, require_capacity
-from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.samplers.rows import layout_of, require_fitting_items
 from torchrl_replay_ext.samplers.slot_state import SlotState
-from torchrl_replay_ext.samplers.storage_layout import layout_of, require_fitting_items
+
+
+def require_fitting(call: str, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless a state has the keys of ``tensors``, each with the same shape and dtype.
+
+    Args:
+        call: the method that error messages name.
+        state: the saved state.
+        tensors: what it replaces.
+    """
+    missing, unexpected = tensors.keys() - state.keys(), state.keys() - tensors.keys()
+    if missing or unexpected:
+        raise ValueError(
+            f"{call}: the state was saved by another sampler, or one with other arguments. Missing entries: "
+            f"{_some(missing)}; unexpected entries: {_some(unexpected)}."
+        )
+    for key, tensor in tensors.items():
+        expected = f"shape {tuple(tensor.shape)} and {tensor.dtype}"
+        saved = state[key]
+        actual = f"shape {tuple(saved.shape)} and {saved.dtype}" if isinstance(saved, Tensor) else type(saved).__name__
+        if actual != expected:
+            raise ValueError(
+                f"{call}: the entry {key} has {actual}, expected {expected}; the sampler must have the arguments of "
+                "the one that saved the state, such as capacity and num_streams."
+            )
+
+
+def _some(names: set[str]) -> str:
+    """At most three names, and the number of the others."""
+    shown, others = sorted(names)[:3], max(len(names) - 3, 0)
+    return ", ".join(shown) + f" and {others} more" * (others > 0) if shown else "none"
+
+
+def shape_of(call: str, state: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of the storage for which a sampler saved its state; ValueError if there is none."""
+    shape, generation = state.get("storage_shape"), state.get("generation")
+    if isinstance(shape, Tensor) and isinstance(generation, Tensor) and shape.dtype == torch.int64 and shape.ndim == 1:
+        sizes = tuple(shape.tolist())
+        if min(sizes, default=0) > 0 and math.prod(sizes) == generation.numel():
+            return sizes
+    raise ValueError(
+        f"{call}: the entries storage_shape and generation must be the sizes of a storage, int64 [ndim], and one "
+        "number per slot, int64 [slots]. Pass the state_dict() of a sampler of this package."
+    )
+
+
+def lanes_of(state: Mapping[str, Any]) -> Any:
+    """The lanes of the index of episodes in a state, see :meth:`EpisodeReader.adopt_streams`; None without one."""
+    return state.get("episodes_lanes", state.get("slices_lanes"))
+
+
+def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:
+    """Raise ValueError unless a state of event tables fits ``tables`` in a storage of ``num_slots`` slots."""
+    if not tables.is_allocated:
+        tables = copy.deepcopy(tables)
+        tables.allocate(num_slots, torch.device("cpu"))
+    if not torch.equal(torch.as_tensor(state["begins"], device="cpu"), tables.begins):
+        raise ValueError(
+            f"{call}: the state is for tables of other capacities; create the tables with those of the saved ones."
+        )
+    saved_slots = len(state["number"])
+    if not saved_slots == num_slots == tables.num_slots:
+        raise ValueError(
+            f"{call}: the state of the tables is for {saved_slots} slots instead of {num_slots}; create the buffer "
+            "with the storage size of the saved one."
+        )
+    require_fitting(call, state, tables.tensors())
 
 
 class Setting(Protocol):
@@ -224,7 +292,7 @@ class BoundState(SlotState):
     def _set_up_like(self, saved: dict[str, Any]) -> None:
         """Allocate all state for the storage and the number of streams of a saved state."""
         for reader in self.episode_readers:
-            reader.adopt_streams(saved_state.lanes_of(saved))
+            reader.adopt_streams(lanes_of(saved))
         shape = tuple(saved["storage_shape"].tolist())
         self._set_up_state(self.layout._replace(shape=shape, known=True))
 
@@ -233,7 +301,7 @@ class BoundState(SlotState):
 
         The state of an empty sampler fits any storage.
         """
-        shape, lanes = saved_state.shape_of(call, saved), saved_state.lanes_of(saved)
+        shape, lanes = shape_of(call, saved), lanes_of(saved)
         has_others = [copy.copy(reader).adopt_streams(lanes) for reader in self.episode_readers]
         is_alike = shape == self.layout.shape and not any(has_others)
         has_rows, expected = bool(saved["generation"].any()), self
@@ -247,7 +315,7 @@ class BoundState(SlotState):
             # these are not loaded
             tensors = {key: saved.get(key, tensor) for key, tensor in tensors.items()}
         tensors |= {"storage_shape": saved["storage_shape"], "latest_write": self.slots.num_writes}
-        saved_state.require_fitting(call, saved, tensors | {key: s.state() for key, s in self.settings().items()})
+        require_fitting(call, saved, tensors | {key: s.state() for key, s in self.settings().items()})
         written, latest = int(saved["num_writes"]), int(saved["latest_write"])
         if written != latest:
             raise ValueError(
@@ -259,18 +327,10 @@ class BoundState(SlotState):
 
     def _require_capacity(self, call: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError if a state for a storage of ``shape`` has another number of slots than this buffer."""
-        if self.layout.known:
-            if shape == self.layout.shape:
-                return
-            size = self.layout.size
-        else:
-            storage = _torchrl.storage_of(self)
-            size = self.capacity or math.prod(shape)
-            if storage is not None and _torchrl.has_size(storage):
-                size = storage.max_size
-            elif math.prod(shape) <= size:
-                return
-        require_capacity(call, shape, size)
+        size = self.layout.size if self.layout.known else self.capacity
+        # before the first write the storage is unknown; it is compared at the first use
+        if size is not None and shape != self.layout.shape and (self.layout.known or math.prod(shape) > size):
+            require_capacity(call, shape, size)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""

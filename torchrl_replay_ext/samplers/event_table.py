@@ -13,13 +13,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
-from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.annealing import ALPHA, BETA, Anneal, exponent
 from torchrl_replay_ext.arguments import require_choice
 from torchrl_replay_ext.compilation import is_traced, random_seed, uniform
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.pair_counts import PairCounts
-from torchrl_replay_ext.functional.allocation import METHODS, Allocation, allocate
+from torchrl_replay_ext.functional import METHODS, Allocation, allocate
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.bound_state import Setting
@@ -31,7 +31,6 @@ from torchrl_replay_ext.samplers.event_table_arguments import (
     require_compatible,
     require_correction,
 )
-from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.samplers.rows import RowView
 from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums

@@ -8,13 +8,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal, Hyperparameter
+from torchrl_replay_ext.annealing import ALPHA, BETA, Anneal, Hyperparameter, exponent
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, require_choice
 from torchrl_replay_ext.compilation import gather_in_bounds, stratified_uniform, uniform, where_int64
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
-from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.shard_draws import Sums
 
 # The largest d that is accepted. float32 holds larger numbers, but their products overflow.

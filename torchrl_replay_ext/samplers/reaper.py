@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import Anneal
+from torchrl_replay_ext.annealing import ALPHA, BETA, Anneal, exponent
 from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice
 from torchrl_replay_ext.compilation import random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
@@ -16,7 +16,6 @@ from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.streams import Episodes
 from torchrl_replay_ext.kernels.ops import empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.base import Draw
-from torchrl_replay_ext.samplers.hyperparameters import ALPHA, BETA, exponent
 from torchrl_replay_ext.samplers.proportional import PowerSampler
 from torchrl_replay_ext.samplers.rows import EpisodeReader, Truncated
 from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums

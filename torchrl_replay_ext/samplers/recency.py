@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from torchrl_replay_ext.annealing import BETA, exponent
 from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
-from torchrl_replay_ext.samplers.hyperparameters import BETA, exponent
 from torchrl_replay_ext.samplers.rows import RowView
 
 

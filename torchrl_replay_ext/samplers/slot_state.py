@@ -13,11 +13,10 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import Array, is_traced, outside_inference_mode, to_device
-from torchrl_replay_ext.core.layout import Layout, out_of_range
+from torchrl_replay_ext.core.layout import Layout, as_index, out_of_range
 from torchrl_replay_ext.core.slots import RingWrite, Slots
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_observer import WriteObserver
-from torchrl_replay_ext.indices import as_index
 from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
 
 

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers import RandomSampler
 
 from torchrl_replay_ext.arguments import require_integer, shown
-from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
+from torchrl_replay_ext.buffers import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.bound_state import Setting
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows

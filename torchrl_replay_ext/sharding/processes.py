@@ -58,6 +58,8 @@ class Shards:
         self.handles, self.timeout, self.on_loss = handles, timeout, on_loss
         # the newest report of each shard, without a process while none is known to run
         self.reports = [Report()] * len(handles) if reports is None else [*reports]
+        # for shards without a process, a call that is answered when there is one
+        self._questions: dict[int, Any] = {}
         # why the last process has ended, or could not be started
         self.reason: Exception | None = None
         self.lost_shards = self.lost_rows = 0
@@ -75,11 +77,11 @@ class Shards:
         for number, report in enumerate(self.reports):
             if report.process:
                 continue
-            # fails at once if the process has ended
-            question = self.handles[number].report.remote()
-            if _ray().wait([question], timeout=_PAUSE)[0]:
+            if number not in self._questions:
+                self._questions[number] = self.handles[number].report.remote()
+            elif _ray().wait([self._questions[number]], timeout=0)[0]:
                 try:
-                    self.reports[number] = _get(question)
+                    self.reports[number] = _get(self._questions.pop(number))
                 except _ended() as error:
                     self.reason = error
 

@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 from torchrl.data.replay_buffers import RandomSampler, Sampler
 
-from torchrl_replay_ext.buffers.compilable import CompilableReplayBuffer
+from torchrl_replay_ext.buffers import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.base import ReplaySampler
 from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, Sums
 from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler

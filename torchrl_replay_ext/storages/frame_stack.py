@@ -14,9 +14,8 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.frame_pool import FramePool
-from torchrl_replay_ext.core.mixed_streams import check_streams
-from torchrl_replay_ext.core.streams import Episodes, require_episodes
-from torchrl_replay_ext.indices import is_last_occurrence
+from torchrl_replay_ext.core.layout import is_last_occurrence
+from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
 _OWNER = "FrameStackStorage"

@@ -19,13 +19,11 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
-from torchrl_replay_ext.core.layout import row_major
-from torchrl_replay_ext.core.mixed_streams import check_streams
-from torchrl_replay_ext.core.streams import Episodes, require_episodes
-from torchrl_replay_ext.indices import as_index
+from torchrl_replay_ext.core.layout import as_index, row_major
+from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
 from torchrl_replay_ext.kernels.events_layout import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
-from torchrl_replay_ext.samplers import saved_state
+from torchrl_replay_ext.samplers.bound_state import require_fitting_tables
 from torchrl_replay_ext.writers.event_rows import EventReader, EventRows
 from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
 
@@ -365,7 +363,7 @@ class EventTableWriter(CompilableWriter):
         if saved:
             known = None if self._storage is None else _torchrl.shape_and_device(self._storage)
             num_slots = len(saved["number"]) if known is None else math.prod(known[0])
-            saved_state.require_fitting_tables(name, saved, tables, num_slots)
+            require_fitting_tables(name, saved, tables, num_slots)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`.

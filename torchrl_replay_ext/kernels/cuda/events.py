@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrl_replay_ext.functional.allocation import METHODS, table_ends
+from torchrl_replay_ext.functional import METHODS, table_ends
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.splitmix import uniform
 from torchrl_replay_ext.kernels.tree_layout import UNIT

@@ -1,4 +1,4 @@
-"""Critics for continuous actions that estimate both Q and V."""
+"""Critic networks of the ACER loss for continuous actions, which estimate both Q and V."""
 
 from __future__ import annotations
 
