@@ -153,6 +153,7 @@ def decoupled(own: Setting, rng: random.Random) -> dict[str, Any]:
 def slices(
     anchors: Callable[..., Any] | None, own: Setting, rng: random.Random, *, pad: bool = True, starts: Any = "any"
 ) -> dict[str, Any]:
+    pad = rng.choice([True, False]) if starts == "episode" else pad
     uniform = {"sampler": "uniform", "reference": partial(NaiveSlices, pad=pad, length=own.slice_len, starts=starts)}
     parts = uniform if anchors is None else anchors(own, rng)
     sampler = TrajectoryRetraceSampler(

@@ -204,12 +204,8 @@ def test_pickles_leave_the_policy_out():
         actor.sample()
     other.sampler.policy = POLICY
     assert actor.sample().shape == (32,)
-
-
-def test_copies_share_the_policy():
-    twin = copy.deepcopy(make()[0])
-    assert twin.sampler.policy is POLICY
-    assert twin.sampler.actor_buffer(twin).sample().shape == (32,)
+    # copies in memory share it
+    assert copy.deepcopy(rb).sampler.policy is POLICY
 
 
 # --- in a graph
@@ -311,10 +307,9 @@ def test_actions_must_be_rows_of_numbers(stored, of_policy):
         actor_rb.sample()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
-def test_discrete_policies_are_refused_where_they_say_so(dtype):
+def test_discrete_policies_are_refused_where_they_say_so():
     def one_hot_action(observation):
-        return torch.nn.functional.one_hot(observation.argmax(1), 3).to(dtype)
+        return torch.nn.functional.one_hot(observation.argmax(1), 3)
 
     net = TensorDictModule(torch.nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
     sampled = ProbabilisticActor(net, in_keys=["logits"], distribution_class=OneHotCategorical)
@@ -325,12 +320,8 @@ def test_discrete_policies_are_refused_where_they_say_so(dtype):
     policy = TensorDictModule(one_hot_action, in_keys=["observation"], out_keys=["action"])
     stored = torch.nn.functional.one_hot(torch.arange(40) % 3, 3).float()
     _, actor_rb = make(policy=policy, data=rows(40, observation=torch.randn(40, 3), action=stored))
-    if dtype == torch.int64:
-        with pytest.raises(ValueError, match=r"the policy's torch.int64 of shape .* must be continuous"):
-            actor_rb.sample()
-    else:
-        # this case cannot be detected
-        assert actor_rb.sample()["score"].isfinite().all()
+    with pytest.raises(ValueError, match=r"the policy's torch.int64 of shape .* must be continuous"):
+        actor_rb.sample()
 
 
 def test_the_actors_buffer_collates_as_the_critics():

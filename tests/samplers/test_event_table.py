@@ -10,7 +10,7 @@ from torchrl.data.replay_buffers import RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.chi_square import p_value
-from tests.data import buffer_with
+from tests.data import buffer_with, learn
 from tests.emulated_device import EmulatedDevice
 from tests.events import scripted
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
@@ -19,7 +19,6 @@ from torchrl_replay_ext import (
     Anneal,
     EventTableSampler,
     EventTableWriter,
-    ProportionalSampler,
 )
 from torchrl_replay_ext.functional import allocate
 
@@ -225,11 +224,6 @@ def test_stats_count_the_tables():
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
 
 
-def test_the_exponents_of_priorities_are_by_default_those_of_the_sampler_alone():
-    inside, outside = make(priority={"kind": "proportional"}).sampler, ProportionalSampler()
-    assert (inside.alpha, inside.beta) == (outside.alpha, outside.beta)
-
-
 @pytest.mark.parametrize("priority", [None, "proportional"])
 def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
     """After ``add``, TorchRL passes the default priority to the sampler, with a number as the index."""
@@ -282,13 +276,6 @@ TABLE_FILES = (
     *("core/event_", "core/pair_counts", "writers/event_"),
     *("samplers/event_table", "samplers/entry_masses", "samplers/table_"),
 )
-
-
-def learn(rb):
-    batch = rb.sample()
-    if rb.sampler.takes_priorities:
-        batch["td_error"] = torch.linspace(0.1, 2.0, len(batch), device="emulated")
-        rb.update_tensordict_priority(batch)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Corrections of EventTableSampler: importance weights, counts of pairs and of classes, and their schedules."""
 
-import math
-
 import pytest
 import torch
 from tensordict import TensorDict
 
 from tests.data import buffer_with, event_sampler
 from tests.events import scripted
-from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
+from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, update, with_pairs
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import Anneal
 
@@ -141,36 +139,6 @@ def test_mixture_makes_the_expected_loss_that_of_uniform_replay():
     batch = rb.sample()
     weight = batch["sample_probability"].double() ** -0.4
     torch.testing.assert_close(batch["priority_weight"], (weight / weight.max()).float())
-
-
-def outcomes(correction):
-    """Mean and error over batches of the weighted shares of four outcomes of one (s, a): no event, a, b, both."""
-    torch.manual_seed(0)
-    tables = tables_of(a=150, b=450, history=(1, 1))
-    rb = buffer_with(sampler_of(tables, correction=correction), 900, batch_size=200)
-    shares = []
-    for step in range(400):
-        z = torch.multinomial(torch.tensor(OUTCOMES), 300, replacement=True)
-        done = torch.ones(300, 1, dtype=torch.bool)
-        rb.extend(TensorDict({"z": z, "next": {"a": z % 2 == 1, "b": z >= 2, "done": done}}, [300]))
-        if step >= 50:
-            batch = rb.sample()
-            weight = batch["priority_weight"].double()
-            shares.append(torch.zeros(4, dtype=torch.float64).index_add_(0, batch["z"], weight) / weight.sum())
-    shares = torch.stack(shares)
-    return shares.mean(0), shares.std(0) / math.sqrt(len(shares))
-
-
-OUTCOMES = (0.85, 0.05, 0.05, 0.05)
-
-
-def test_mixture_gives_each_outcome_its_probability():
-    truth = torch.tensor(OUTCOMES, dtype=torch.float64)
-    mean, error = outcomes("mixture")
-    # successive batches are drawn from almost the same transitions
-    assert ((mean - truth).abs() < 8 * error).all() and ((mean - truth).abs() < 0.01).all(), mean
-    mean, _ = outcomes(None)
-    assert ((mean - truth).abs() > 0.03).all(), "without correction they are biased"
 
 
 @pytest.mark.parametrize("parts", [("storage", "writer", "sampler"), ("sampler", "storage", "writer")])

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import SAMPLERS, buffer_with, learn, random_rows, rows
 from tests.operations import Driven
+from tests.params import both_buffers
 from torchrl_replay_ext import (
-    Episodes,
     ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    RecencySampler,
     TrajectoryRetraceSampler,
-    validate_on_accelerators,
 )
 
-both_buffers = pytest.mark.parametrize("compilable", [False, True], ids=["stock", "compilable"])
 PRIORITIZED = ["proportional", "rank", "reaper", "tables, proportional", "slices, proportional", "decoupled"]
 
 
@@ -48,7 +43,7 @@ def test_many_outstanding_batches(name, first, compilable):
             used.late.reverse() if first == "newest" else used.rng.shuffle(used.late)
         while used.late:
             used.hand_back(used.late.pop(0))
-            used.check()
+        used.check()
 
 
 @both_buffers
@@ -100,40 +95,6 @@ def test_draws_that_get_no_update_cost_nothing(compilable):
     assert dropped(rb) == 0
 
 
-def test_draws_of_a_replaced_buffer_are_forgotten_by_the_next_draw():
-    """After torchrl's test_prb: a full rewrite, a draw, and an update by its index."""
-    rb = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(5), sampler=ProportionalSampler(5, eps=0.0, td_error="absolute"), batch_size=5
-    )
-    rb.extend(rows(3, td_error=torch.rand(3)))
-    for _ in range(10):
-        rb.sample()
-    rb.extend(rows(5, first=3, td_error=torch.rand(5)))
-    rb.sample()
-    batch = rb.sample()
-    slot = int(batch["index"][0])
-    batch["td_error"] = torch.where(batch["index"] == slot, 100.0, 0.0)
-    rb.update_tensordict_priority(batch)
-    assert float(rb.sampler.probabilities(rb.storage)[slot]) > 0.9
-    errors = torch.zeros(5)
-    errors[3] = 1.0
-    rb.update_priority(torch.arange(5), errors)
-    assert dropped(rb) <= 5 - len(batch["index"].unique())
-    assert (rb.sample()["index"] == 3).sum() >= 1
-
-
-@both_buffers
-@pytest.mark.parametrize("name", ["proportional", "rank", "tables, proportional"])
-def test_updates_by_index_need_no_draw(name, compilable):
-    """Update slots that were never drawn, after the ring has wrapped around."""
-    used = Driven(name, 1, compilable=compilable, capacity=12)
-    for count in (1, 4, 16):
-        used.extend(7)
-        used.update_by_index(count)
-        used.check()
-    assert used.dropped_updates() == 0
-
-
 @both_buffers
 def test_a_refresh_of_all_priorities_reaches_all_rows_but_those_that_were_just_overwritten(compilable):
     rb = proportional(200, compilable=compilable, batch_size=64)
@@ -155,21 +116,11 @@ def test_a_refresh_of_all_priorities_reaches_all_rows_but_those_that_were_just_o
 # --- the caller's own
 
 
-FORMS = {
-    "as returned": lambda index: index,
-    "clone": torch.Tensor.clone,
-    "list": torch.Tensor.tolist,
-    "array": torch.Tensor.numpy,
-    "another order": lambda index: index.flip(0),
-}
-
-
 @both_buffers
 @pytest.mark.parametrize("writes", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PRIORITIZED)
-def test_first_priorities_of_new_rows_are_applied(name, form, writes, compilable):
-    """All slots were drawn, and a batch is in flight."""
+def test_first_priorities_of_new_rows_are_applied(name, writes, compilable):
+    """All slots were drawn, and a batch is in flight. The random operations pass the index in other forms."""
     torch.manual_seed(0)
     rb = buffer_with(SAMPLERS[name](40), 40, compilable=compilable, batch_size=32)
     rb.extend(random_rows(40))
@@ -179,7 +130,7 @@ def test_first_priorities_of_new_rows_are_applied(name, form, writes, compilable
     before = float(rb.sampler.stats()["never_updated"])
     index = torch.cat([rb.extend(random_rows(4, first=40 + 4 * number)) for number in range(writes)])
     largest = rb.sampler.stats()["max_priority"]
-    rb.update_priority(FORMS[form](index), torch.full((4 * writes,), 100.0))
+    rb.update_priority(index, torch.full((4 * writes,), 100.0))
     stats = rb.sampler.stats()
     assert stats["dropped_updates"] == 0 and stats["max_priority"] > largest
     assert stats["never_updated"] <= before
@@ -189,9 +140,23 @@ def test_td_errors_of_written_data_are_applied():
     rb = proportional(8, batch_size=8)
     rb.extend(rows(8))
     rb.sample()
-    rb.extend(rows(4, first=8, td_error=torch.tensor([1.0, 2.0, 3.0, 4.0])))
+    rb.extend(rows(3, first=8, td_error=torch.tensor([1.0, 2.0, 3.0])))
+    rb.add(rows(1, first=11, td_error=torch.tensor([4.0]))[0])
     expected = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64) / 14
     torch.testing.assert_close(rb.sampler.probabilities(rb.storage), expected)
+    assert dropped(rb) == 0
+
+
+def test_td_errors_of_rows_that_a_writer_did_not_store_change_nothing():
+    def data(ranks):
+        return rows(len(ranks), rank=torch.tensor(ranks), td_error=torch.arange(1.0, len(ranks) + 1))
+
+    rb = proportional(4, writer=TensorDictMaxValueWriter(rank_key="rank"), batch_size=4)
+    rb.extend(data([5.0, 6.0, 7.0, 8.0]))
+    with pytest.raises(RuntimeError) as raised:
+        rb.extend(data([1.0, 9.0]))
+    assert isinstance(raised.value.__cause__, IndexError)
+    assert rb.sampler.stats()["max_priority"] == 4
 
 
 # --- duplicates and padding
@@ -237,31 +202,3 @@ def test_padded_slices_come_back_in_any_way(name, way, compilable):
     assert float(p.min()) > 0
     if name == "proportional":
         torch.testing.assert_close(p, torch.full((30,), 1 / 30, dtype=torch.float64))
-
-
-@both_buffers
-def test_the_batch_of_newest_takes_no_priority_from_rows_that_are_not_in_it(compilable):
-    """Lanes without rows are padded with a row of another lane."""
-    sampler = TrajectoryRetraceSampler(
-        40, slice_len=4, episodes=Episodes(num_streams=3), anchors=ProportionalSampler(40, eps=0.0)
-    )
-    rb = buffer_with(sampler, 40, compilable=compilable, batch_size=16)
-    rb.extend(random_rows(6, episode=20))
-    batch = sampler.newest(rb)
-    assert int(batch["collector", "mask"].sum()) == 4
-    batch["td_error"] = 1.0 * batch["collector", "mask"]
-    rb.update_tensordict_priority(batch)
-    torch.testing.assert_close(sampler.probabilities(rb.storage), torch.full((6,), 1 / 6, dtype=torch.float64))
-
-
-# --- checks that raise errors
-
-
-@both_buffers
-@pytest.mark.parametrize("sampler", [ProportionalSampler, RankBasedSampler, ReaPERSampler, RecencySampler])
-def test_draws_and_updates_work_with_validate(sampler, compilable):
-    validate_on_accelerators()
-    rb = buffer_with(sampler(8), 8, compilable=compilable, batch_size=4)
-    rb.extend(random_rows(8))
-    learn(rb)
-    assert len(rb.sample()) == 4

@@ -1,14 +1,12 @@
 """An update without TD errors, or with a misspelt key for them, changes no priority."""
 
-import copy
-
 import pytest
 import torch
 from torchrl.data import Sequence
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import SAMPLERS, buffer_with, learn, linear_policy, random_rows
-from torchrl_replay_ext import Anneal, DecoupledSampler, ProportionalSampler
+from torchrl_replay_ext import Anneal, DecoupledSampler, ProportionalSampler, RankBasedSampler
 
 CAPACITY = 40
 MAKERS = SAMPLERS | {
@@ -139,14 +137,15 @@ def test_a_single_row_may_have_the_shape_of_a_batch(name, first):
     assert rb.sampler.stats()["rejected_updates"] == 1
 
 
-def test_a_buffer_that_gets_a_filled_storage_and_a_loaded_sampler_keeps_the_priorities():
-    rb = updated(make("no eps", stock=True))
-    sampler = MAKERS["no eps"](CAPACITY)
-    sampler.load_state_dict(rb.sampler.state_dict())
-    other = buffer_with(sampler, CAPACITY, storage=copy.deepcopy(rb.storage), batch_size=8)
-    expected = rb.sampler.probabilities(rb.storage)
-    assert torch.equal(other.sampler.probabilities(other.storage), expected)
-    assert other.sampler.stats()["rejected_updates"] == 0
+def test_a_number_after_extend_is_a_td_error_of_the_caller():
+    """Only after ``add`` does TorchRL pass a number that stands for no TD error."""
+    rb = buffer_with(RankBasedSampler(beta=Anneal(0.4, 1.0, 10)), 4)
+    rb.extend(random_rows(3))
+    rb.extend(random_rows(1, first=3))
+    for number in range(1, 4):
+        rb.update_priority(3, 1.0)
+        assert rb.sampler.beta == pytest.approx(0.4 + 0.06 * number)
+    assert rb.sampler.stats()["never_updated"] == 0.75
 
 
 def test_rows_without_td_errors_may_have_a_wrong_index():

@@ -1,11 +1,9 @@
 """ProportionalSampler against hand tables and the naive reference of PER: draws, weights, state and bad input."""
 
-import pickle
 from functools import partial
 
 import pytest
 import torch
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests import data
@@ -37,14 +35,6 @@ def test_priorities_by_hand():
     assert_priorities(filled([1.0, 2.0, 3.0], alpha=2.0), [1.0, 4.0, 9.0])
     # squared TD errors are rooted, and eps is added to the root
     assert_priorities(filled([1.0, 4.0, 9.0], td_error="squared", eps=1.0, alpha=1.0), [2.0, 3.0, 4.0])
-
-
-@pytest.mark.parametrize("td_error", ["squared", "absolute"])
-def test_a_valid_state_is_valid_however_the_largest_priority_was_rounded(td_error):
-    for seed in range(50):
-        torch.manual_seed(seed)
-        buffer = filled(100 * torch.rand(8), eps=0.1, td_error=td_error)
-        buffer.extend(rows(2))
 
 
 @pytest.mark.parametrize("form", [int, torch.tensor, lambda slot: torch.tensor([slot])])
@@ -93,14 +83,6 @@ def test_items_without_priority_are_never_drawn(stratified):
     buffer = filled(magnitude, alpha=0.5, stratified=stratified)
     assert (probabilities(buffer)[magnitude == 0] == 0).all()
     assert (magnitude[draw(buffer, 50_000)] > 0).all()
-
-
-def test_one_item():
-    buffer = buffer_of(1)
-    buffer.extend(rows(1))
-    batch = buffer.sample(5)
-    assert batch["index"].tolist() == [0] * 5
-    assert batch["priority_weight"].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 200])
@@ -174,37 +156,6 @@ def test_annealed_alpha_holds_for_what_was_updated_since():
     for _ in range(4):
         buffer.update_priority(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
     assert_priorities(buffer, [1.0, 4.0])
-
-
-def test_writing_does_not_anneal():
-    buffer = buffer_of(4, beta=Anneal(0.2, 1.0, 4))
-    buffer.extend(rows(2))
-    buffer.add(rows(1)[0])
-    assert float(buffer.sampler.beta) == pytest.approx(0.2)
-
-
-# --- saving and restoring
-
-
-def test_a_fresh_sampler_can_be_pickled():
-    sampler = pickle.loads(pickle.dumps(ProportionalSampler(8, alpha=0.3)))
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler)
-    buffer.extend(rows(3))
-    assert float(sampler.alpha) == pytest.approx(0.3)
-    assert buffer.sample(4)["index"].max() < 3
-
-
-# --- random numbers
-
-
-def test_without_a_generator_the_global_one_is_used():
-    buffer = buffer_of(32)
-    buffer.extend(rows(32))
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        drawn.append(buffer.sample(16)["index"])
-    assert torch.equal(*drawn)
 
 
 # --- bad input

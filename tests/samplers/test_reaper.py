@@ -174,11 +174,6 @@ def test_draws_are_exact_however_many_proposals_are_rejected(omega, length, zero
 # --- alpha, omega and beta
 
 
-def test_defaults():
-    sampler = ReaPERSampler(8)
-    assert [float(sampler.alpha), float(sampler.omega), float(sampler.beta)] == pytest.approx([0.4, 0.2, 0.4])
-
-
 def test_annealed_omega_holds_for_everything_stored():
     buffer = updated(episode(0, 3), [1.0, 2.0, 3.0], omega=Anneal(1.0, 0.5, 2))  # R = 1/6, 1/2, 1
     buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
@@ -196,13 +191,6 @@ def test_the_acceptance_rate_is_the_mean_reliability_of_proposals():
 
 
 # --- bad input
-
-
-@pytest.mark.parametrize("missing", [("next", "done"), ("next", "terminated"), ("collector", "traj_ids")])
-def test_missing_entries_are_named(missing):
-    buffer = buffer_of(5, truncated="ongoing", episodes=Episodes(num_streams=2))
-    with pytest.raises(KeyError, match=missing[1]):
-        buffer.extend(transitions(episode(0, 2)).exclude(missing))
 
 
 def test_other_keys():

@@ -92,16 +92,6 @@ def test_draws_follow_the_probabilities():
     assert p_value(drawn, probabilities**0.8) < LEVEL
 
 
-def test_an_infinite_half_life_is_uniform():
-    buffer = buffer_of(10, half_life=math.inf, batch_size=DRAWS)
-    buffer.set_rng(torch.Generator().manual_seed(0))
-    buffer.extend(rows(13))
-    assert buffer.sampler.probabilities(buffer.storage).tolist() == [0.1] * 10
-    drawn = buffer.sample()["index"]
-    assert p_value(drawn, torch.ones(10)) > LEVEL
-    assert p_value(drawn, naive(range(10), 10, half_life=20)) < LEVEL
-
-
 @pytest.mark.parametrize("half_life", [1e-320, 0.001, 1e12, 1e300])
 def test_extreme_half_lives(half_life):
     buffer = buffer_of(1000, half_life=half_life, beta=1.0, batch_size=DRAWS)

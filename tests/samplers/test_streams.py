@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from torchrl.data.replay_buffers import TensorDictMaxValueWriter
+from torchrl.data.replay_buffers import RandomSampler, TensorDictMaxValueWriter
 
 from tests.data import buffer_of, buffer_with, rows
+from tests.params import both_buffers
 from tests.reference import NaiveReaPER
 from tests.samplers.experience import INTERRUPTED, assert_priorities, probabilities
 from torchrl_replay_ext import Episodes, ProportionalSampler, ReaPERSampler, RecencySampler, TrajectoryRetraceSampler
 
-ONE = Episodes(num_streams=1)
+ONE, TWO = Episodes(num_streams=1), Episodes(num_streams=2)
 
 slices = partial(TrajectoryRetraceSampler, slice_len=2, behaviour_keys=())
 
@@ -50,25 +51,14 @@ def test_writes_go_on_after_a_refused_one():
     buffer.extend(rows(6, done=[5], ids=[0] * 6))
     with pytest.raises(ValueError, match="num_streams=1"):
         buffer.extend(rows(3, ids=[1, 2, 1]))
-    # the rejected rows are in the storage, but are never drawn
+    # the rejected rows are in the storage, but are never drawn, even if another row is announced again
+    buffer.mark_update(torch.tensor([4]))
+    assert probabilities(buffer)[:3].tolist() == [0.0] * 3
     buffer.extend(rows(2, done=[1], ids=[3, 3]))
     assert_episodes(buffer, [-1, -1, -1, 0, 0, 1])
     buffer.extend(rows(2, done=[1], ids=[4, 4]))
     buffer.extend(rows(2, ids=[5, 5]))
     assert_episodes(buffer, [1, 2, 2, 0, 0, 1])
-
-
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-@pytest.mark.parametrize(("num_streams", "of_anchors"), [(2, 3), (3, 2)])
-def test_a_write_that_only_the_slices_or_only_their_anchors_refuse_leaves_nothing(num_streams, of_anchors):
-    anchors = ReaPERSampler(200, episodes=Episodes(num_streams=of_anchors))
-    sampler = slices(200, episodes=Episodes(num_streams=num_streams), anchors=anchors)
-    buffer = buffer_with(sampler, 200)
-    buffer.extend(rows(62, done=[30], ids=[0] * 31 + [1] * 31))
-    with pytest.raises(ValueError, match="num_streams=2"):
-        buffer.extend(rows(6, ids=[1, 2, 3] * 2))
-    buffer.extend(rows(40, ids=[1] * 40))
-    sampler.load_state_dict(sampler.state_dict())
 
 
 ONE_STREAM = {
@@ -147,25 +137,39 @@ def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler)
     assert buffer.sampler.stats()["interrupted"] == 1
 
 
-@pytest.mark.parametrize("compilable", [False, True])
+retrace = partial(TrajectoryRetraceSampler, slice_len=2)
+
+
+@both_buffers
 @pytest.mark.parametrize(
-    ("sampler", "missing"),
+    ("sampler", "missing", "message"),
     [
-        (ReaPERSampler, ("next", "done")),
-        (partial(TrajectoryRetraceSampler, slice_len=2), ("next", "done")),
-        (partial(TrajectoryRetraceSampler, slice_len=2), "logits"),
-        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ProportionalSampler(size)), "logits"),
-        (lambda size: TrajectoryRetraceSampler(size, slice_len=2, anchors=ReaPERSampler(size)), ("next", "done")),
+        (ReaPERSampler, ("next", "done"), r"'done'.*environment.*done_key="),
+        (partial(ReaPERSampler, truncated="ongoing"), ("next", "terminated"), r"'terminated'.*environment"),
+        (partial(ReaPERSampler, episodes=TWO), ("collector", "traj_ids"), r"'traj_ids'.*collector.*traj_key="),
+        (retrace, ("next", "done"), r"'done'.*environment.*done_key="),
+        (partial(retrace, episodes=TWO), ("collector", "traj_ids"), r"'traj_ids'.*collector.*traj_key="),
+        (retrace, "logits", "'logits'.*policy in the collector.*ProbabilisticActor.*behaviour_keys="),
+        (lambda size: retrace(size, anchors=ProportionalSampler(size)), "logits", "'logits'.*behaviour_keys="),
+        (lambda size: retrace(size, anchors=ReaPERSampler(size)), ("next", "done"), r"'done'.*environment.*done_key="),
     ],
 )
-def test_a_refused_first_write_is_not_drawn(sampler, missing, compilable):
-    data = rows(4, done=[3], logits=torch.zeros(4, 2))
+def test_a_first_write_that_lacks_an_entry_is_refused_by_its_name_and_is_not_drawn(
+    sampler, missing, message, compilable
+):
+    data = rows(4, done=[3], ids=[0] * 4, logits=torch.zeros(4, 2))
     buffer = buffer_with(sampler(20), 20, compilable=compilable, batch_size=20)
     for _ in range(2):
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=message):
             buffer.extend(data.exclude(missing))
         with pytest.raises(RuntimeError, match="empty"):
             buffer.sample()
+    # the rows were there when the sampler was attached
+    filled = buffer_with(RandomSampler(), 20, compilable=compilable, batch_size=4)
+    filled.extend(data.exclude(missing))
+    filled.set_sampler(sampler(20))
+    with pytest.raises(KeyError, match=message):
+        filled.sample()
     index = buffer.extend(data.clone())
     assert set(buffer.sample()["index"].tolist()) == set(index.tolist())
     assert probabilities(buffer).nonzero().squeeze(1).tolist() == index.tolist()

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
 from tests.chi_square import p_value
-from tests.operations import CASES, Driven
+from tests.params import both_buffers
 from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state, probabilities
-from tests.settings import slices
 from torchrl_replay_ext import (
     DecoupledSampler,
     Episodes,
@@ -139,18 +137,6 @@ def test_td_errors_may_have_the_shape_of_the_slices(step):
     assert_priorities(buffer, priority)
 
 
-def test_an_invalid_td_error_is_named_by_its_position_in_the_batch():
-    buffer = buffer_of(anchors=proportional(), slices=8)
-    buffer.extend(rows(12, done=[2, 6]))
-    batch = buffer.sample()
-    mask = batch["collector", "mask"]
-    wrong = int(mask.nonzero()[-1])
-    assert not mask[:wrong].all()
-    batch["td_error"] = torch.where(torch.arange(len(mask)) == wrong, torch.nan, 1.0)
-    with pytest.raises(ValueError, match=f"position {wrong} of the update"):
-        buffer.update_tensordict_priority(batch)
-
-
 def test_event_tables_draw_anchors():
     anchors = data.event_sampler(6, priority={"kind": "proportional"})
     buffer = data.buffer_with(TrajectoryRetraceSampler(24, slice_len=3, anchors=anchors), 24, batch_size=12)
@@ -248,20 +234,15 @@ def test_the_newest_of_flat_batches_are_the_newest_of_each_environment(order, nu
         assert running_ends <= {part[-1] for part in drawn}
 
 
-def test_a_stream_without_steps_has_no_newest():
-    buffer = buffer_of(40, slice_len=3, episodes=Episodes(num_streams=2))
-    buffer.extend(rows(2, ids=[0, 0]))
-    batch = buffer.sampler.newest(buffer).reshape(2, 3)
-    assert batch["collector", "mask"].tolist() == [[True, True, False], [False] * 3]
-    assert batch["next", "done"][1].all()
-
-
-def test_td_errors_of_the_newest_are_priorities():
-    buffer = buffer_of(slice_len=4, anchors=proportional())
-    buffer.extend(rows(3))
+@both_buffers
+def test_td_errors_of_the_newest_are_priorities_but_not_those_of_a_stream_without_steps(compilable):
+    buffer = buffer_of(episodes=Episodes(num_streams=2), anchors=proportional(), compilable=compilable)
+    buffer.extend(rows(3, ids=[0] * 3))
     batch = buffer.sampler.newest(buffer)
-    assert batch["priority_weight"].tolist() == [1.0] * 4
-    batch["td_error"] = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    assert batch["collector", "mask"].tolist() == [True] * 3 + [False] * 5
+    assert batch["next", "done"][4:].all()
+    assert batch["priority_weight"].tolist() == [1.0] * 8
+    batch["td_error"] = torch.tensor([1.0, 2.0, 3.0] + [0.0] * 5)
     buffer.update_tensordict_priority(batch)
     assert_priorities(buffer, [1.0, 2.0, 3.0])
 
@@ -342,26 +323,6 @@ def test_an_episode_is_read_in_order():
     assert slices_by_start(buffer, "number") == {3: [3, 4, 5, 6], 7: [7, 8, 8, 8]}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_operations_on_unpadded_slices_from_the_beginning(monkeypatch, seed):
-    monkeypatch.setitem(CASES, "slices", partial(slices, None, pad=False, starts="episode"))
-    driven = Driven("slices", seed)
-    for _ in range(60):
-        driven.operate()
-        driven.check()
-
-
-def test_padding_is_forgotten_when_the_buffer_is_emptied():
-    buffer = buffer_of(anchors=proportional(), slices=1)
-    buffer.extend(rows(2, done=[1]))
-    batch = buffer.sample()
-    assert not batch["collector", "mask"].all()
-    buffer.empty()
-    buffer.extend(rows(2, done=[1]))
-    buffer.update_priority(batch["index"].clone(), torch.tensor([4.0, 4.0, 4.0, 9.0]))
-    assert buffer.sampler.stats()["max_priority"] == pytest.approx(9, abs=1e-3)
-
-
 def test_without_a_first_step_no_slice_can_begin():
     buffer = buffer_of(20, starts="episode")
     with pytest.raises(RuntimeError, match="empty"):
@@ -400,29 +361,10 @@ def test_no_slice_is_long_enough():
     assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4
 
 
-@pytest.mark.parametrize("anchors", [lambda: "uniform", proportional])
-@pytest.mark.parametrize("missing", ["logits", ("next", "done"), ("collector", "traj_ids")])
-def test_missing_entries_are_named(missing, anchors):
-    streams = 2 if missing == ("collector", "traj_ids") else 1
-    incomplete = rows(4, ids=[0, 0, 0, 0]).exclude(missing)
-    message = {"logits": "'logits'.*policy in the collector.*ProbabilisticActor.*behaviour_keys="}.get(
-        missing, rf"{missing[1]}.*(environment|collector).*(done_key|traj_key)="
-    )
-    buffer, other = (buffer_of(episodes=Episodes(num_streams=streams), anchors=anchors()) for _ in range(2))
-    with Refuses(buffer, KeyError, message):
-        buffer.extend(incomplete)
-    # already in the storage when the sampler was attached
-    filled = TensorDictReplayBuffer(storage=LazyTensorStorage(20), sampler=RandomSampler(), batch_size=4)
-    filled.extend(incomplete)
-    filled.set_sampler(other.sampler)
-    with Refuses(filled, KeyError, message):
-        filled.sample()
-
-
-def test_no_slice_goes_on_in_rows_that_the_anchors_refuse():
-    buffer = buffer_of(
-        10, slice_len=2, episodes=Episodes(num_streams=2), anchors=ReaPERSampler(10, episodes=Episodes(num_streams=1))
-    )
+@pytest.mark.parametrize(("of_slices", "of_anchors"), [(1, 2), (2, 1)])
+def test_no_slice_goes_on_in_rows_that_only_the_slices_or_only_their_anchors_refuse(of_slices, of_anchors):
+    anchors = ReaPERSampler(10, episodes=Episodes(num_streams=of_anchors))
+    buffer = buffer_of(10, slice_len=2, episodes=Episodes(num_streams=of_slices), anchors=anchors)
     buffer.extend(rows(2, ids=[0, 0]))
     with pytest.warns(UserWarning, match="began before the last one had ended"):
         buffer.extend(rows(1, ids=[1], first=2))

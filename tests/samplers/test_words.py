@@ -26,25 +26,13 @@ def filled(name, compilable):
 
 
 @both_buffers
-@every_sampler
-def test_an_empty_buffer_is_reported_in_the_words_of_torchrl(name, compilable):
-    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, compilable=compilable, batch_size=BATCH)
-    with pytest.raises(RuntimeError, match=r"^Cannot sample from an empty storage\."):
-        rb.sample()
-    rb.extend(random_rows(20))
-    rb.empty()
-    with pytest.raises(RuntimeError, match=r"^Cannot sample from an empty storage\."):
-        rb.sample()
-
-
-@both_buffers
 @pytest.mark.parametrize("name", OURS)
 def test_the_batch_size_is_an_integer_of_python_or_numpy(name, compilable):
     rb = filled(name, compilable)
     sampler = type(rb.sampler).__name__ if name != "decoupled" else "ProportionalSampler"
     assert len(rb.sampler.sample(rb.storage, np.int64(BATCH))[0]) == BATCH
-    for wrong in (8.0, np.float64(8), True, "8"):
-        with pytest.raises(ValueError, match=rf"{sampler}.*\.sample\(batch_size=.*must be an integer >= 1"):
+    for wrong in (0, 8.0, np.float64(8), True, "8"):
+        with pytest.raises(ValueError, match=rf"{sampler}.*\.sample\(batch_size=.*must be"):
             rb.sampler.sample(rb.storage, wrong)
 
 
