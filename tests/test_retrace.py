@@ -367,55 +367,58 @@ def test_several_statistics_are_projected_together():
 # --- bad input
 
 
-@pytest.mark.parametrize("wrong", range(7))
+COLUMNS = ["log_pi", "log_mu", "action_value", "next_state_value", "reward", "done", "terminated"]
+
+
+@pytest.mark.parametrize("wrong", COLUMNS)
 def test_shapes_must_agree(wrong):
-    names = ["log_pi", "log_mu", "action_value", "next_state_value", "reward", "done", "terminated"]
-    columns = [torch.zeros(3, 4, 1) for _ in range(7)]
-    columns[wrong] = torch.zeros(3, 4)
-    named = "" if names[wrong] == "action_value" else rf".*{names[wrong]} has shape \(3, 4\), expected \(3, 4, 1\)"
+    columns = {name: torch.zeros(3, 4, 1) for name in COLUMNS} | {wrong: torch.zeros(3, 4)}
+    q, *rest = (columns[name] for name in COLUMNS[2:])
+    policies = columns["log_pi"], columns["log_mu"]
+    # all are compared with the action values
+    named = "" if wrong == "action_value" else rf".*{wrong} has shape \(3, 4\), expected \(3, 4, 1\)"
     with pytest.raises(ValueError, match=f"^(retrace|off_policy_trace_return):{named}"):
-        retrace(0.9, 1.0, *columns)
-    if wrong > 1:
+        retrace(0.9, 1.0, *policies, q, *rest)
+    if wrong not in ("log_pi", "log_mu"):
         with pytest.raises(ValueError, match=f"^off_policy_trace_return:{named}"):
-            q_opc(0.9, 1.0, *columns[2:])
-    if names[wrong] not in ("action_value", "next_state_value"):
+            q_opc(0.9, 1.0, q, *rest)
+    if wrong not in ("action_value", "next_state_value"):
         with pytest.raises(ValueError, match=f"^(importance_sampling|off_policy_trace)_return:{named}"):
-            importance_sampling_return(0.9, *columns[:2], *columns[3:])
-    if wrong < 5:
+            importance_sampling_return(0.9, *policies, *rest)
+    if wrong not in ("done", "terminated"):
         with pytest.raises(ValueError, match=r"^acer_value_target:"):
-            acer_value_target(*columns[:5])
+            acer_value_target(*policies, q, *rest[:2])
+
+
+def retrace_of(lmbda=1.0, **arguments):
+    data = Experience((3, 4, 1))
+    return retrace(0.9, lmbda, *data.policies, *data.values, **arguments)
+
+
+def q_opc_of(gamma, lmbda):
+    return q_opc(gamma, lmbda, *Experience((3, 4, 1)).values)
+
+
+ZEROS = torch.zeros(3)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ({"lmbda": 1.1}, r"retrace\(lmbda=1.1\): lmbda must be in \[0, 1\]"),
-        ({"lmbda": -0.1}, r"retrace\(lmbda=-0.1\)"),
-        ({"lmbda": NAN}, r"retrace\(lmbda=nan\)"),
-        ({"rho_thresh": -1.0}, r"retrace\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
-        ({"rho_thresh": NAN}, r"retrace\(rho_thresh=nan\)"),
-        ({"rho_power": 0.0}, r"retrace\(rho_power=0.0\): rho_power must be > 0"),
-        ({"rho_power": INF}, r"retrace\(rho_power=inf\)"),
+        (lambda: retrace_of(1.1), r"retrace\(lmbda=1.1\): lmbda must be in \[0, 1\]"),
+        (lambda: retrace_of(NAN), r"retrace\(lmbda=nan\)"),
+        (lambda: retrace_of(rho_thresh=-1.0), r"retrace\(rho_thresh=-1.0\): rho_thresh must be >= 0"),
+        (lambda: retrace_of(rho_power=0.0), r"retrace\(rho_power=0.0\): rho_power must be > 0"),
+        (lambda: retrace_of(rho_power=INF), r"retrace\(rho_power=inf\)"),
+        (lambda: q_opc_of(0.9, 2.0), r"q_opc\(lmbda=2.0\)"),
+        (lambda: q_opc_of(-0.1, 1.0), "gamma must be in"),
+        (lambda: q_opc_of(NAN, 1.0), "gamma must be in"),
+        (lambda: trust_region_projection(ZEROS, ZEROS, -1.0), "delta must be >= 0"),
+        (lambda: trust_region_projection(ZEROS, ZEROS, NAN), "delta must be >= 0"),
+        (lambda: trust_region_projection(ZEROS, torch.zeros(4), 1.0), r"g has shape \[\(3,\)\], k \[\(4,\)\]"),
+        (lambda: trust_region_projection((ZEROS, ZEROS), ZEROS, 1.0), "g has shape"),
     ],
 )
-def test_arguments_out_of_range(arguments, message):
-    data = Experience((3, 4, 1))
-    lmbda = arguments.pop("lmbda", 1.0)
+def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
-        retrace(0.9, lmbda, *data.policies, *data.values, **arguments)
-
-
-def test_bad_arguments_of_the_others():
-    data = Experience((3, 4, 1))
-    with pytest.raises(ValueError, match=r"q_opc\(lmbda=2.0\)"):
-        q_opc(0.9, 2.0, *data.values)
-    for gamma in (-0.1, 2.0, NAN):
-        with pytest.raises(ValueError, match="gamma must be in"):
-            q_opc(gamma, 1.0, *data.values)
-    for delta in (-1.0, NAN):
-        with pytest.raises(ValueError, match="delta must be >= 0"):
-            trust_region_projection(torch.zeros(3), torch.zeros(3), delta)
-    with pytest.raises(ValueError, match=r"g has shape \[\(3,\)\], k \[\(4,\)\]"):
-        trust_region_projection(torch.zeros(3), torch.zeros(4), 1.0)
-    with pytest.raises(ValueError, match="g has shape"):
-        trust_region_projection((torch.zeros(3), torch.zeros(2)), torch.zeros(3), 1.0)
+        call()

@@ -164,16 +164,6 @@ def test_in_a_graph_other_batches_give_nan():
 
 
 @both
-def test_terminations_inside_rows_need_no_further_pass(acer):
-    setting, batch = setting_of(acer), slices(acer, mask=False)
-    batch["next", "done"][2, 2] = batch["next", "terminated"][2, 2] = True
-    batch["next", "observation"][2, 2] = torch.nan
-    expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
-    assert_same(result, expected, 1e-12)
-    assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
-
-
-@both
 def test_an_accelerator_is_not_waited_for(acer):
     batches: Any = slices(acer), truncated_inside(acer)
     with EmulatedDevice("torchrl_replay_ext", "tests") as device, torch.no_grad():
