@@ -9,28 +9,25 @@ from tensordict import TensorDict
 from torchrl.checkpoint import Checkpoint
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_with, event_sampler, random_rows
+from tests.data import SAMPLERS, buffer_with, random_rows
+from tests.params import both_buffers
 from tests.samplers.experience import assert_same_state
 from torchrl_replay_ext import (
     EventTableWriter,
     FrameStackStorage,
     ProportionalSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
 )
 
-SAMPLERS = {
-    "proportional": ProportionalSampler,
-    "reaper": ReaPERSampler,
-    "slices": lambda: TrajectoryRetraceSampler(slice_len=4),
-    "tables": lambda: event_sampler(20, "event"),
-}
-some_samplers = pytest.mark.parametrize("name", SAMPLERS)
-both_buffers = pytest.mark.parametrize("compilable", [False, True])
+some_samplers = pytest.mark.parametrize("name", ["proportional", "reaper", "slices", "tables"])
+
+
+def sampler_of(name):
+    """A sampler whose capacity is that of the storage; 20 is the capacity of a table."""
+    return SAMPLERS[name](20 if name == "tables" else None)
 
 
 def filled(name, size, count, compilable):
-    buffer = buffer_with(SAMPLERS[name](), size, compilable=compilable, batch_size=8)
+    buffer = buffer_with(sampler_of(name), size, compilable=compilable, batch_size=8)
     if count:
         buffer.extend(random_rows(count))
         buffer.sample()
@@ -78,8 +75,7 @@ OF_SAMPLERS = [load_sampler, load_sampler_from_disk]
 
 
 @some_samplers
-@pytest.mark.parametrize("count", [0, 10])
-@pytest.mark.parametrize("size", [32, 128])
+@pytest.mark.parametrize(("size", "count"), [(32, 0), (32, 10), (128, 10)])
 @pytest.mark.parametrize("load", [*OF_BUFFERS, *OF_SAMPLERS, load_storage, load_storage_from_disk])
 def test_a_state_of_another_capacity_is_refused(name, load, size, count, tmp_path):
     saved, buffer = filled(name, 64, 64, True), filled(name, size, count, True)
@@ -98,8 +94,7 @@ def test_a_state_of_another_capacity_is_refused(name, load, size, count, tmp_pat
 
 
 @some_samplers
-@pytest.mark.parametrize("size", [32, 128])
-@pytest.mark.parametrize("count", [0, 10])
+@pytest.mark.parametrize(("size", "count"), [(32, 10), (128, 0)])
 @pytest.mark.parametrize("load", [*OF_BUFFERS, *OF_SAMPLERS])
 def test_torchrls_buffer_refuses_a_state_of_another_capacity(name, load, size, count, tmp_path):
     saved, buffer = filled(name, 64, 64, False), filled(name, size, count, False)
@@ -215,7 +210,7 @@ def test_a_sampler_that_missed_writes_is_refused(name, compilable):
             use()
     if name == "tables":
         return
-    buffer.set_sampler(SAMPLERS[name]())
+    buffer.set_sampler(sampler_of(name))
     assert buffer.sample()["number"].numel() == 8
     assert (buffer.sampler.probabilities(buffer.storage) > 0).all()
 

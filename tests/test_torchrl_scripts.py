@@ -18,7 +18,6 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import torchrl_replay_ext
 from tests.test_examples import ROOT
-from torchrl_replay_ext import RecencySampler
 
 # the pages with diffs
 PAGES = ("CONVERTING.md", "guide/checkpoints.md")
@@ -76,15 +75,6 @@ def apply(diff: str, folder: Path, file: str) -> None:
         assert len(places) == 1, f"{len(places)} places of {hunk.file} have the lines of this hunk, not one:\n{text}"
         lines[places[0] : places[0] + len(hunk.old)] = hunk.new
         path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-
-
-def with_sampler(diff: str, expression: str) -> str:
-    """The diff with another sampler in place of its own."""
-    names = ", ".join(sorted(set(re.findall(r"\b([A-Z]\w+)\(", expression))))
-    diff, imports = re.subn(r"^(\+from torchrl_replay_ext import ).*$", rf"\g<1>{names}", diff, flags=re.MULTILINE)
-    diff, samplers = re.subn(r"^(\+ *sampler=).*$", rf"\g<1>{expression},", diff, flags=re.MULTILINE)
-    assert imports == samplers == 1
-    return diff
 
 
 class Script:
@@ -146,11 +136,7 @@ def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> No
     assert stats["dropped_updates"] == stats["rejected_updates"] == 0
     # the episode that the end of the first run interrupted, if there is no free stream
     assert stats.get("interrupted", 0) <= (num_frames == BOTH)
-    if isinstance(sampler, RecencySampler):
-        probabilities = sampler.probabilities(buffer.storage)
-        assert (probabilities.diff() > 0).all()
-    else:
-        assert stats["never_updated"] < 0.5
+    assert stats["never_updated"] < 0.5
     if anneal := re.search(r"beta=Anneal\(([\d.]+), ([\d.]+), num_updates=([\d_]+)\)", diff):
         start, end, num_updates = map(float, anneal.groups())
         assert stats["beta"] == pytest.approx(start + (end - start) * UPDATES[num_frames] / num_updates, rel=1e-6)
@@ -188,33 +174,18 @@ PRINT_WEIGHTS = """
 +    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
      collector.shutdown()
 """.lstrip("\n")
-BETA = "beta=Anneal(0.4, 1.0, num_updates=1_000)"
-# for the place of the sampler in the guide's diff
-SAMPLERS = {
-    "proportional": f"ProportionalSampler({BETA}, stratified=True)",
-    "rank": f"RankBasedSampler({BETA})",
-    "reaper": f"ReaPERSampler({BETA})",
-    "recency": "RecencySampler(half_life=200)",
-    "lap": "ProportionalSampler(alpha=0.4, beta=0.0, eps=0.0, min_priority=1.0)",
-}
 
 
 @pytest.mark.slow
 @needs_torchrl
-@pytest.mark.parametrize("name", ["as in the guide", "rank", "reaper", "recency", "lap", "event tables"])
+@pytest.mark.parametrize("name", ["prioritized", "event tables"])
 def test_dqn_runs_and_resumes(name, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     short = ["device=cpu", f"buffer.buffer_size={SIZE}", "buffer.batch_size=32", "loss.num_updates=10"]
     script = Script(tmp_path, "dqn/dqn_cartpole.py", [*COLLECTOR, *short, f"checkpoint.path={checkpoint}"])
     diff, of_tables = guide_diffs("DQN")
-    if name == "event tables":
-        diff = of_tables
-    elif name in SAMPLERS:
-        diff = with_sampler(diff, SAMPLERS[name])
+    diff = of_tables if name == "event tables" else diff
     script.apply(diff)
-    if name == "lap":
-        script.apply('-        loss_function="l2",\n+        loss_function="smooth_l1",\n')
-
     _, both, built = run_and_resume(script, checkpoint, diff, 0, "checkpoint.resume=true")
     if name == "event tables":
         assert built["tables"].sizes()["fell"] > 0
@@ -223,22 +194,17 @@ def test_dqn_runs_and_resumes(name, tmp_path):
 
 @pytest.mark.slow
 @needs_torchrl
-@pytest.mark.parametrize("name", ["as in the guide", "proportional", "rank", "recency", "lap", "dper"])
+@pytest.mark.parametrize("name", ["prioritized", "dper"])
 @pytest.mark.parametrize("algorithm", ["td3", "sac"])
 def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     short = ["network.device=cpu", f"replay_buffer.size={SIZE}", "optim.batch_size=32", "optim.utd_ratio=0.1"]
     short += ["replay_buffer.prb=True", "env.max_episode_steps=20", f"hydra.run.dir={tmp_path}"]
     # several environments, in processes of their own, for the sampler that tells them apart
-    short += [f"collector.env_per_collector={2 if name == 'as in the guide' else 1}"]
-    if name == "lap":
-        short += ["optim.loss_function=smooth_l1"]
+    short += [f"collector.env_per_collector={2 if name == 'prioritized' else 1}"]
     script = Script(tmp_path, f"{algorithm}/{algorithm}.py", [*COLLECTOR, *short])
     diff, of_dper = guide_diffs(algorithm.upper())
     (resume,) = guide_diffs(CHECKPOINT)
-    if name in SAMPLERS:
-        absolute = algorithm == "sac" and name != "recency"
-        diff = with_sampler(diff, SAMPLERS[name][:-1] + (', td_error="absolute")' if absolute else ")"))
     script.apply(diff)
     if name == "dper":
         script.apply(of_dper)

@@ -101,6 +101,7 @@ def test_training_loops_are_measured_beside_torchrl(tmp_path):
     assert {row["contender"] for row in rows} == {"TorchRL", "recipe, uniform"}
 
 
+@pytest.mark.slow
 @trees_of_torchrl
 def test_the_whole_update_comes_first_and_is_compared_with_torchrl(tmp_path):
     rows = run(tmp_path, "whole", *SMALL, "--only", "TorchRL", "recipe")["whole"]
