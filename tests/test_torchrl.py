@@ -23,62 +23,39 @@ from tests.params import module_names
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = "torchrl_replay_ext/_torchrl.py"
+
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
 # The private names of TorchRL that a subclass overrides or inherits, by class. Those of the adapter are read there.
 INHERITED = {
-    "LazyTensorStorage": {
-        "_empty",
-        "_get_new_len",
-        "_init",
-        "_last_cursor",
-        "_last_cursor_index",
-        "_last_cursor_index_value",
-        "_len",
-        "_len_value",
-        "_mutation_revision_value",
-        "_rand_given_ndim",
-        "_rng",
-        "_set_last_cursor",
-        "_storage",
-        "_total_shape",
-    },
-    "TensorDictRoundRobinWriter": {
-        "_cursor",
-        "_empty",
-        "_mark_update_entities",
-        "_replicate_index",
-        "_rng",
-        "_storage",
-        "_write_count",
-        "_write_count_value",
-    },
-    "TensorDictReplayBuffer": {
-        "_batch_size",
-        "_collate_fn",
-        "_get_priority_vector",
-        "_init",
-        "_pin_memory",
-        "_prefetch",
-        "_replay_lock",
-        "_sample",
-        "_sample_unit",
-        "_sampler",
-        "_set_index_in_td",
-        "_storage",
-        "_transform",
-        "_transpose",
-        "_write_lock",
-        "_writer",
-    },
-    "Sampler": {"_empty", "_rng"},
-    "LossModule": {
-        "_all_schedulable_buffers",
-        "_clear_weakrefs",
-        "_forward_value_estimator_keys",
-        "_loss_mask_keys",
-        "_maybe_get_priority_weight",
-        "_reduce_loss",
-    },
-    "ValueEstimatorBase": {"_get_time_dim"},
+    "LazyTensorStorage": words(
+        """
+        _empty _get_new_len _init _last_cursor _last_cursor_index _last_cursor_index_value _len _len_value
+        _mutation_revision_value _rand_given_ndim _rng _set_last_cursor _storage _total_shape
+        """
+    ),
+    "TensorDictRoundRobinWriter": words(
+        """
+        _cursor _empty _mark_update_entities _replicate_index _rng _storage _write_count _write_count_value
+        """
+    ),
+    "TensorDictReplayBuffer": words(
+        """
+        _batch_size _collate_fn _get_priority_vector _init _pin_memory _prefetch _replay_lock _sample
+        _sample_unit _sampler _set_index_in_td _storage _transform _transpose _write_lock _writer
+        """
+    ),
+    "Sampler": words("_empty _rng"),
+    "LossModule": words(
+        """
+        _all_schedulable_buffers _clear_weakrefs _forward_value_estimator_keys _loss_mask_keys
+        _maybe_get_priority_weight _reduce_loss
+        """
+    ),
+    "ValueEstimatorBase": words("_get_time_dim"),
 }
 # Names that torchrl 0.14 does not have. They are used only where they exist.
 LATER = {"TensorDictReplayBuffer": {"_increment_counter", "_notify_replay_state_change"}}

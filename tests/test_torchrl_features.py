@@ -215,18 +215,6 @@ def test_many_memory_mapped_transitions_that_were_stored_before(name, filled, tm
         torch.testing.assert_close(p[drawn] / p[(drawn + 1) % count].clamp_max(p.min()), torch.full_like(p[drawn], 4.0))
 
 
-@every_sampler
-def test_of_a_filled_storage_that_is_written_to_only_stored_rows_are_drawn(name):
-    """TorchRL's writer begins at slot 0; the storage counts the rows twice and is full too early."""
-    storage, sampler = LazyTensorStorage(CAPACITY), SAMPLERS[name]()
-    storage.set(range(30), rows(30, episode=10))
-    rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH)
-    learn(rb)
-    rb.extend(rows(20, episode=10))
-    assert len(rb) == CAPACITY and sampler.stats()["num_items"] == 30
-    assert max(int(learn(rb)["index"].max()) for _ in range(10)) < 30
-
-
 # --- ensembles
 
 

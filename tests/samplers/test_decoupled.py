@@ -248,16 +248,25 @@ def test_the_choice_among_candidates_cannot_be_assigned():
         DecoupledSampler(RandomSampler(), POLICY).num_candidates = 3
 
 
-def test_distributions_that_are_not_understood():
-    wide = {"low": -torch.ones(2), "high": torch.tensor([1.0, 2.0])}
-    for distribution, keywords in (
-        (TanhNormal, {"low": -2.0, "high": 2.0}),
-        (TanhNormal, wide),
-        (TanhNormal, {"tanh_loc": True}),
-        (TruncatedNormal, {}),
-    ):
-        with pytest.raises(ValueError, match=r"the policy's distribution is .* set noise_scale"):
-            DecoupledSampler(RandomSampler(), stochastic_policy(distribution, **keywords))
+LOGITS = TensorDictModule(torch.nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
+GREEDY = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], spec=OneHot(3))
+WIDE = {"low": -torch.ones(2), "high": torch.tensor([1.0, 2.0])}
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (stochastic_policy(TanhNormal, low=-2.0, high=2.0), "set noise_scale"),
+        (stochastic_policy(TanhNormal, **WIDE), "set noise_scale"),
+        (stochastic_policy(TanhNormal, tanh_loc=True), "set noise_scale"),
+        (stochastic_policy(TruncatedNormal), "set noise_scale"),
+        (ProbabilisticActor(LOGITS, ["logits"], distribution_class=OneHotCategorical), "distribution OneHotCategoric"),
+        (GREEDY, "a spec of class OneHot"),
+    ],
+)
+def test_policies_without_a_gaussian_or_without_continuous_actions_are_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        DecoupledSampler(RandomSampler(), policy)
 
 
 def test_pinned_tables_are_refused():
@@ -285,42 +294,31 @@ def test_what_does_not_fit_together():
         actor_rb.sample()
 
 
+ONE_HOT = torch.nn.functional.one_hot(torch.arange(40) % 3)
+
+
 @pytest.mark.parametrize(
-    ("stored", "of_policy"),
+    ("stored", "shape", "dtype"),
     [
-        (torch.randn(40), (1,)),
-        (torch.randn(40, 1), ()),
-        (torch.randn(40, 3), (1,)),
-        (torch.randn(40), ()),
-        (torch.randn(40, 2, 2), (2, 2)),
-        (torch.nn.functional.one_hot(torch.arange(40) % 3), (3,)),
+        (torch.randn(40), (1,), torch.float32),
+        (torch.randn(40, 1), (), torch.float32),
+        (torch.randn(40, 3), (1,), torch.float32),
+        (torch.randn(40), (), torch.float32),
+        (torch.randn(40, 2, 2), (2, 2), torch.float32),
+        (ONE_HOT, (3,), torch.float32),
+        (ONE_HOT.float(), (3,), torch.int64),
     ],
-    ids=["flat", "flat policy", "broadcast", "both flat", "agents", "discrete"],
+    ids=["flat", "flat policy", "broadcast", "both flat", "agents", "discrete", "discrete policy"],
 )
-def test_actions_must_be_rows_of_numbers(stored, of_policy):
+def test_actions_must_be_rows_of_numbers(stored, shape, dtype):
+    """The policy's actions of an observation have this shape and dtype."""
+
     def first_entry(observation):
-        return observation[:, :1].reshape(-1, *[1] * len(of_policy)).expand(-1, *of_policy)
+        return observation[:, :1].reshape(-1, *[1] * len(shape)).expand(-1, *shape).to(dtype)
 
     policy = TensorDictModule(first_entry, in_keys=["observation"], out_keys=["action"])
     _, actor_rb = make(policy=policy, data=rows(40, observation=torch.randn(40, 3), action=stored))
     with pytest.raises(ValueError, match=r"stored actions are .* both must be continuous, \[B, A\]"):
-        actor_rb.sample()
-
-
-def test_discrete_policies_are_refused_where_they_say_so():
-    def one_hot_action(observation):
-        return torch.nn.functional.one_hot(observation.argmax(1), 3)
-
-    net = TensorDictModule(torch.nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
-    sampled = ProbabilisticActor(net, in_keys=["logits"], distribution_class=OneHotCategorical)
-    greedy = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], spec=OneHot(3))
-    for policy, message in ((sampled, "the distribution OneHotCategorical"), (greedy, "a spec of class OneHot")):
-        with pytest.raises(ValueError, match=message):
-            DecoupledSampler(RandomSampler(), policy)
-    policy = TensorDictModule(one_hot_action, in_keys=["observation"], out_keys=["action"])
-    stored = torch.nn.functional.one_hot(torch.arange(40) % 3, 3).float()
-    _, actor_rb = make(policy=policy, data=rows(40, observation=torch.randn(40, 3), action=stored))
-    with pytest.raises(ValueError, match=r"the policy's torch.int64 of shape .* must be continuous"):
         actor_rb.sample()
 
 

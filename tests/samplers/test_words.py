@@ -63,12 +63,13 @@ def test_a_slice_as_index_is_refused_with_the_way_out(compilable):
 @both_buffers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("name", ["reaper", "slices", "tables"])
-def test_ends_of_episodes_may_be_numbers_of_any_dtype(name, dtype, compilable):
+def test_ends_and_beginnings_of_episodes_may_be_numbers_of_any_dtype(name, dtype, compilable):
     def drawn(kind):
         torch.manual_seed(0)
         rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, compilable=compilable, batch_size=BATCH)
         data = random_rows(20, episode=5).exclude(("collector", "traj_ids"))
         data["next", "done"] = data["next", "done"].to(kind)
+        data["is_init"] = (torch.arange(20) % 5 == 3).to(kind)
         rb.extend(data)
         for _ in range(3):
             if name == "reaper":

@@ -22,7 +22,6 @@ from torchrl_replay_ext import (
     EventTables,
     EventTableSampler,
     EventTableWriter,
-    Threshold,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
@@ -143,31 +142,6 @@ def test_is_init_ends_what_broke_off():
     assert contents(rb, tables, "a") == [3, 4, 5]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float64])
-def test_ends_and_beginnings_of_any_dtype(dtype):
-    rb, tables = make([("a", 10, "a")], {"a": 30}, 30, episodes=Episodes(traj_key=None))
-    data = marked(9, event=[5, 8], is_init=(torch.arange(9) == 3).to(dtype))
-    # numbers other than 0 are true
-    data["next", "done"] = (torch.arange(9) == 6).unsqueeze(1).to(dtype) * (0.5 if dtype.is_floating_point else 1)
-    rb.extend(data)
-    assert contents(rb, tables, "a") == [3, 4, 5, 7, 8]
-
-
-def test_thresholds_and_functions():
-    specs = [
-        EventSpec("high", Threshold(("next", "reward"), ">", 0.7), 2),
-        EventSpec("low", lambda td: td["next", "reward"].squeeze(-1) < 0.2, 1),
-    ]
-    tables = EventTables(specs, {"high": 50, "low": 50})
-    rb = buffer(tables, 100)
-    data = scripted(60, p_done=0)
-    rb.extend(data)
-    reward = data["next", "reward"].squeeze(-1)
-    high = (reward > 0.7).nonzero().squeeze(-1)
-    assert set(tables["high"].index().tolist()) == set(high.tolist()) | {max(i - 1, 0) for i in high.tolist()}
-    assert tables["low"].index().tolist() == (reward < 0.2).nonzero().squeeze(-1).tolist()
-
-
 def returned_for_three(data):
     """Whether the reward was above .8 four steps ago and has been below it for three since (Gran Turismo's event)."""
     high = torch.nn.functional.pad(data["next", "reward"].reshape(-1) > 0.8, (3, 0))
@@ -225,17 +199,15 @@ def test_rows_that_do_not_fit_are_refused_by_name_and_change_nothing(retention, 
         capacity, size = {**capacity, "default": 30}, None
     rb, tables = make(specs, capacity, size, sampler=sampler_of)
     naive, data = NaiveTables(specs, capacity, size), scripted(300, seed=6)
-    for number, part in enumerate(data.split(20)):
-        if number:
-            state, counts = copy.deepcopy(rb.writer.state_dict()), (rb.write_count, len(rb))
-            bad = part.clone()
-            change(bad)
-            with pytest.raises(error, match=message):
-                rb.extend(bad)
-            assert_same_state(rb.writer.state_dict(), state)
-            assert (rb.write_count, len(rb)) == counts
+    for part in data[:200], data[200:]:
         rb.extend(part.clone())
         naive.extend(part)
+        state, counts, bad = copy.deepcopy(rb.writer.state_dict()), (rb.write_count, len(rb)), data[:20].clone()
+        change(bad)
+        with pytest.raises(error, match=message):
+            rb.extend(bad)
+        assert_same_state(rb.writer.state_dict(), state)
+        assert (rb.write_count, len(rb)) == counts
         check(rb, tables, naive)
 
 
@@ -354,10 +326,6 @@ def test_a_state_of_other_tables_is_refused():
     other, _ = make([("a", 3, "a")], {"a": 11}, 40)
     with pytest.raises(ValueError, match="tables of other capacities"):
         other.writer.load_state_dict(state)
-    swapped = [make([("a", 3, "a"), ("b", 3, "b")], {"a": a, "b": 30 - a}, 40)[0] for a in (10, 20)]
-    swapped[0].extend(scripted(20))
-    with pytest.raises(ValueError, match="tables of other capacities"):
-        swapped[1].writer.load_state_dict(swapped[0].writer.state_dict())
     other, _ = make([("a", 3, "a"), ("b", 3, "b")], {"a": 10, "b": 10}, 40)
     with pytest.raises(ValueError, match=r"the tables \['ring', 'default', 'a'\], this writer has"):
         other.writer.load_state_dict(state)
