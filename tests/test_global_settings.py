@@ -1,7 +1,6 @@
 """Buffers do not depend on torch's global settings: inference mode, the default dtype and the default device."""
 
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 
 import pytest
 import torch
@@ -145,21 +144,6 @@ def test_rows_of_inference_mode_are_drawn_and_updated_outside_of_it(name):
         batch = rb.sample()
         batch["td_error"] = torch.rand(BATCH)
         rb.update_tensordict_priority(batch)
-
-
-@every_sampler
-def test_a_state_that_is_loaded_in_inference_mode_can_be_used_outside_of_it(name):
-    if name in ("frames", "uniform"):
-        pytest.skip("a storage for our buffer, or TorchRL's sampler")
-    rb, other = made(name, compilable=False), made(name, compilable=False)
-    rb.extend(random_rows(20))
-    state = deepcopy(rb.state_dict())
-    with torch.inference_mode():
-        other.sampler.load_state_dict(state["_sampler"])
-    other.storage.load_state_dict(state["_storage"])
-    other.writer.load_state_dict(state["_writer"])
-    other.extend(random_rows(20, first=20))
-    other.sample()
 
 
 @contextmanager

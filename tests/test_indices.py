@@ -1,6 +1,5 @@
 """Which rows of a write are the last ones of their slots."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,3 @@ def test_last_occurrence_against_a_loop(index):
     where = {value: position for position, value in enumerate(index)}
     expected = [where[value] == position for position, value in enumerate(index)]
     assert is_last_occurrence(torch.tensor(index)).tolist() == expected
-
-
-@pytest.mark.filterwarnings("ignore:.*non-contiguous:UserWarning")
-def test_an_index_need_not_be_contiguous():
-    index = torch.tensor([[2, 0], [3, 0], [2, 0]])[:, 0]
-    assert is_last_occurrence(index).tolist() == [False, True, True]

@@ -237,6 +237,25 @@ def test_importance_ratio():
     torch.testing.assert_close(gradient, torch.where(torch.arange(7) < 4, expected, 0.0))
 
 
+def test_the_ratio_of_two_zeros_is_zero():
+    zero = torch.tensor([[-math.inf], [-1.0], [-1.0]], dtype=torch.float64)
+    assert importance_ratio(zero[0], zero[0]).item() == 0
+    reward, done = torch.ones_like(zero), torch.zeros_like(zero, dtype=torch.bool)
+    first = torch.roll(zero, 1, 0)
+    result = retrace(0.9, 1.0, first, first, 2 * reward, 3 * reward, reward, done)
+    # the trace is cut before the second step, whose ratio is 0
+    last = 1 + 0.9 * 3
+    expected = [last, last + 0.9 * (last - 2), last]
+    assert result.flatten().tolist() == pytest.approx(expected)
+
+
+def test_gradients_of_half_precision_stay_finite():
+    log_pi = torch.full((2, 1), -0.1, dtype=torch.float16, requires_grad=True)
+    one, no = torch.ones(2, 1, dtype=torch.float16), torch.zeros(2, 1, dtype=torch.bool)
+    retrace(0.9, 1.0, log_pi, -15 * one, one, one, one, no).sum().backward()
+    assert log_pi.grad is not None and log_pi.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("length", [2, 9, 37])
 def test_products_that_overflow_leave_the_rest_alone(length):
     """If a product of ratios overflows float32 but its factor is 0, the result is finite, as in a loop over steps."""

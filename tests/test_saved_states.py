@@ -108,6 +108,20 @@ def test_torchrls_buffer_refuses_a_state_of_another_capacity(name, load, size, c
 
 
 @both_buffers
+@pytest.mark.parametrize("num_rows", [0, 3, 6])
+def test_the_state_of_an_empty_buffer_can_be_loaded(compilable, num_rows):
+    empty, rb = (filled("proportional", 4, 0, compilable) for _ in range(2))
+    for row in range(num_rows):
+        rb.extend(random_rows(1, first=row))
+    rb.load_state_dict(empty.state_dict())
+    assert len(rb) == 0
+    with pytest.raises((RuntimeError, ValueError), match="empty"):
+        rb.sample()
+    rb.extend(random_rows(3))
+    assert len(rb.sample()) == 8
+
+
+@both_buffers
 def test_a_cursor_beyond_the_storage_is_refused(compilable):
     saved, buffer = filled("tables", 64, 60, compilable), filled("tables", 32, 0, compilable)
     assert isinstance(buffer.writer, EventTableWriter)

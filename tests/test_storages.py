@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 from torch.utils._pytree import tree_leaves
 from torchrl.data import (
     LazyMemmapStorage,
@@ -12,11 +12,13 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 
-from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows
+from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows, rows
+from tests.params import both_buffers
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
     FrameStackStorage,
+    ProportionalSampler,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
@@ -340,3 +342,48 @@ def test_flags_of_rows_that_were_never_written_are_false(monkeypatch):
     storage = CompilableTensorStorage(10)
     storage.set(range(3), random_rows(3))
     assert not storage._storage["next", "done"][3:].view(torch.uint8).any()
+
+
+# --- unusual rows
+
+
+@both_buffers
+@pytest.mark.parametrize("kind", [NonTensorData, NonTensorStack])
+def test_entries_that_are_not_tensors_are_written_and_overwritten(kind, compilable):
+    def named(names, first):
+        data = rows(2, first=first)
+        data["name"] = NonTensorData(names[0], batch_size=[2]) if kind is NonTensorData else NonTensorStack(*names)
+        return data
+
+    rb = buffer_with(ProportionalSampler(5), 5, compilable=compilable, batch_size=2)
+    expected = [None] * 5
+    for number, names in enumerate((["a", "b"], ["c", "d"], ["e", "f"], ["g", "h"])):
+        rb.extend(named(names, 2 * number))
+        for row, name in enumerate(names[:1] * 2 if kind is NonTensorData else names):
+            expected[(2 * number + row) % 5] = name
+    assert [rb[slot]["name"] for slot in range(5)] == expected
+
+
+def test_data_on_the_meta_device_is_refused():
+    rb = buffer_with(ProportionalSampler(4), 4, compilable=True, batch_size=2)
+    rb.extend(rows(2))
+    data = rows(1, first=2)
+    data["next", "done"] = data["next", "done"].to("meta")
+    with pytest.raises(ValueError, match="meta device"):
+        rb.extend(data)
+    assert len(rb) == rb.write_count == 2
+
+
+def test_one_step_per_environment_can_be_written_to_columns():
+    rb = buffer_with(ProportionalSampler(12, td_error="absolute", alpha=1.0, eps=0.0), 12, compilable=True, ndim=2)
+
+    def step(number):
+        return rows(3, first=3 * number, td_error=torch.arange(3.0) + 3 * number + 1).reshape(3, 1)
+
+    rb.extend(step(0))
+    for number in range(1, 6):
+        assert rb.extend(step(number)).tolist() == [[number % 4, env] for env in range(3)]
+    written = rb.storage[:]["number"]
+    assert written.tolist() == [[12, 13, 14], [15, 16, 17], [6, 7, 8], [9, 10, 11]]
+    priority = written.flatten() + 1.0
+    torch.testing.assert_close(rb.sampler.probabilities(rb.storage), (priority / priority.sum()).double())

@@ -1,4 +1,4 @@
-"""The guide says which of TorchRL's losses use the importance-sampling weights, and that they take a weighted mean."""
+"""What the guide says of TorchRL's losses: which of them take weighted means, and what the Huber loss writes."""
 
 import pytest
 import torch
@@ -74,3 +74,20 @@ def test_losses_take_the_weighted_mean_or_ignore_the_weights(name):
     assert (plain != weighted) == (name in WEIGHTED)
     # a common factor of all weights has no effect
     assert critic_loss(3 * weight) == pytest.approx(weighted, rel=1e-5)
+
+
+def test_the_huber_loss_has_the_gradient_that_lap_needs():
+    """``smooth_l1`` is quadratic up to 1; the TD errors of the batch are squared, whatever the loss function is."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(4, 2)
+    actor = QValueActor(network, in_keys=["observation"], action_space="categorical")
+    loss = DQNLoss(actor, action_space="categorical", delay_value=False, loss_function="smooth_l1", reduction="none")
+    loss.make_value_estimator(gamma=0.0)
+    batch = learnable(64)
+    batch["next", "reward"] *= 3
+    value = network(batch["observation"]).gather(1, batch["action"].unsqueeze(1)).squeeze(1)
+    error = (value - batch["next", "reward"].squeeze(1)).detach()
+    huber = torch.where(error.abs() <= 1, error**2 / 2, error.abs() - 0.5)
+    torch.testing.assert_close(loss(batch)["loss"].detach(), huber)
+    torch.testing.assert_close(batch["td_error"].squeeze(1), error**2)
+    assert 0 < int((error.abs() > 1).sum()) < 64

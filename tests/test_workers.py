@@ -6,14 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv, SerialEnv
 
 from tests.data import buffer_with, event_sampler, rows
-from tests.params import slow_but
 from tests.reference import NaivePER, NaiveReaPER
 from tests.samplers.experience import INTERRUPTED
 from torchrl_replay_ext import (
@@ -163,12 +162,11 @@ class Learner:
         self.check_tables()
 
 
-@pytest.mark.parametrize("kind", slow_but(["async"], ["sync", "async"]))
-def test_workers_write_to_the_buffer(kind):
-    buffer = make_buffer(num_streams=2, compilable=kind == "async")
+def test_workers_write_to_the_buffer():
+    buffer = make_buffer(num_streams=2, compilable=True)
     buffer.share()
     learner = Learner(buffer)
-    collector = (MultiSyncCollector if kind == "sync" else MultiAsyncCollector)(
+    collector = MultiAsyncCollector(
         [make_env] * 2,
         frames_per_batch=40,
         total_frames=400,
@@ -274,35 +272,33 @@ def test_only_the_learner_makes_the_state():
         buffer.extend(rows(2, 2, ids=[[0, 0], [1, 1]]))
 
 
-def test_emptied_by_another_process():
-    buffer = event_buffer()
-    buffer.extend(rows(3, ids=[0] * 3))
-    buffer.share()
-    # the tables and the cursor are shared, but the writer's list of open episodes is not
-    process = torch.multiprocessing.get_context("spawn").Process(target=TensorDictReplayBuffer.empty, args=(buffer,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0 and len(buffer) == 0
-    buffer.extend(rows(2, ids=[0] * 2, done=[1]))
-    assert buffer.writer.tables["end"].index().tolist() == [0, 1]
+def numbers(*x, done=()):
+    return rows(len(x), ids=[0] * len(x), done=done, x=torch.tensor(x))
 
 
-def test_conditions_remember_what_another_process_wrote():
+def empty_and_write(emptied, written):
+    emptied.empty()
+    written.extend(numbers(2, 9))
+
+
+def test_what_another_process_empties_or_writes_is_known():
+    """The tables, what conditions remember, and the cursor are shared, but not the writer's list of open episodes."""
+    emptied = event_buffer()
+    emptied.extend(numbers(1, 2, 3))
     tables = EventTables(
         [EventSpec("best", Quantile("x", 0.5), 1), EventSpec("new", Novel("x"), 1)], {"best": 20, "new": 20}
     )
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=EventTableWriter(tables), batch_size=2)
-
-    def data(*x):
-        return rows(len(x), x=torch.tensor(x))
-
-    buffer.extend(data(1))
-    buffer.share()
+    written = TensorDictReplayBuffer(storage=LazyTensorStorage(20), writer=EventTableWriter(tables), batch_size=2)
+    written.extend(numbers(1))
+    for buffer in (emptied, written):
+        buffer.share()
     context = torch.multiprocessing.get_context("spawn")
-    process = context.Process(target=TensorDictReplayBuffer.extend, args=(buffer, data(2, 9)))
+    process = context.Process(target=empty_and_write, args=(emptied, written))
     process.start()
     process.join(120)
-    assert process.exitcode == 0
-    buffer.extend(data(2, 3, 1))
+    assert process.exitcode == 0 and len(emptied) == 0 and len(written) == 3
+    emptied.extend(numbers(4, 5, done=[1]))
+    assert emptied.writer.tables["end"].index().tolist() == [0, 1]
+    written.extend(numbers(2, 3, 1))
     # the quantiles are 1, 1, 2, 2 and 2
     assert tables["best"].index().tolist() == [1, 2, 4] and tables["new"].index().tolist() == [0, 1, 2, 4]

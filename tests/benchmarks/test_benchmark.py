@@ -96,11 +96,6 @@ def test_updates_are_compared_with_uniform_draws(tmp_path):
     assert [bool(added[name]) for name in names] == [False, True, True]
 
 
-def test_training_loops_are_measured_beside_torchrl(tmp_path):
-    rows = run(tmp_path, "training", *SMALL, "--only", "TorchRL", "recipe")["training"]
-    assert {row["contender"] for row in rows} == {"TorchRL", "recipe, uniform"}
-
-
 @pytest.mark.slow
 @trees_of_torchrl
 def test_the_whole_update_comes_first_and_is_compared_with_torchrl(tmp_path):
@@ -111,14 +106,14 @@ def test_the_whole_update_comes_first_and_is_compared_with_torchrl(tmp_path):
     assert first.startswith("| whole update, 2,000 slots, CPU ms") and "SAC, batch 256" in first
 
 
-def test_draws_of_slices_are_measured_at_each_capacity(tmp_path):
-    sizes = ("--capacities", "1000", "2000", "--calls", "2")
-    rows = run(tmp_path, "slices", *sizes)["slices"]
+def test_draws_of_slices_and_training_loops_are_measured_beside_torchrl(tmp_path):
+    words = ("--capacities", "1000", "2000", "--calls", "2", "--only", "TorchRL", "slices", "recipe")
+    rows = run(tmp_path, "slices", "training", *words)
     names = {"TorchRL SliceSampler", "TorchRL SliceSampler, cached values", "slices"}
-    assert {(row["contender"], row["capacity"]) for row in rows} == {
-        (n, size) for n in names for size in ("1000", "2000")
-    }
-    assert {(row["batch_size"], row["written"]) for row in rows} == {("1024", "8")}
+    cases = {(name, size, "1024", "8") for name in names for size in ("1000", "2000")}
+    keys = ("contender", "capacity", "batch_size", "written")
+    assert {tuple(row[key] for key in keys) for row in rows["slices"]} == cases
+    assert {row["contender"] for row in rows["training"]} == {"TorchRL", "recipe, uniform"}
 
 
 def test_what_samplers_add_to_updates_is_compared_with_torchrl():

@@ -266,6 +266,16 @@ def test_float32_of_certain_policies(kind, statistics, c):
 
 
 @pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("c", [0.0, 2.0, math.inf])
+def test_half_precision_stays_finite(statistics, c):
+    setting, batch = Setting(statistics=statistics, c=c), rows(spread=15.0)
+    batch = batch.apply(lambda x: x.half() if x.is_floating_point() else x)
+    setting.loss.to(torch.float16)
+    result = setting.loss(batch)
+    assert all(value.isfinite() for value in result.values())
+
+
+@pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("c", [0.0, 0.5, 1.5, math.inf])
 @pytest.mark.parametrize("value", [3.0, -math.inf])
 def test_actions_that_are_not_allowed(statistics, c, value):
@@ -343,6 +353,16 @@ def test_networks_that_do_not_fit():
     masked = ProbabilisticActor(module, in_keys=["logits", "mask"], distribution_class=MaskedCategorical)
     with pytest.raises(ValueError, match=r"Categorical.*mask"):
         ACERLoss(masked, critic)
+
+
+@pytest.mark.parametrize("kind", [MaskedCategorical, OneHotCategorical])
+def test_arguments_that_change_the_probabilities_are_refused(kind):
+    networks = Networks()
+    mask = torch.tensor([True, True, False, True])
+    arguments = {"mask": mask} if kind is MaskedCategorical else {"temperature": 2.0}
+    actor = networks.actor(distribution_class=kind, distribution_kwargs=arguments)
+    with pytest.raises(ValueError, match="may change its probabilities"):
+        ACERLoss(actor, networks.critic())
 
 
 def test_a_missing_action_value():

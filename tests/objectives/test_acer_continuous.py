@@ -302,6 +302,25 @@ def test_float32_of_policies_far_apart(kind, statistics, c, arguments):
     assert all(g.isfinite().all() for g in gradients(losses(result), setting.parameters))
 
 
+@pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 2.0), (torch.float64, 8.0)])
+def test_ratios_of_saturated_actions(dtype, mean):
+    """The tanh cancels out as long as the dtype tells an action from 1: in float32 up to |atanh a| = 7.25."""
+    shape = (1, 3, ACTION)
+    loc, scale = torch.full(shape, mean, dtype=dtype), torch.full(shape, 0.5, dtype=dtype)
+    action = TanhNormal(loc, scale).sample()
+
+    def log_density(loc):
+        return distribution(loc.double(), scale.double(), squashed=True).log_prob(action.double())
+
+    setting = Setting(distribution=TanhNormal, c=1e6)
+    setting.loss.to(dtype)
+    setting.loss._policy = lambda batch, *, average=False: Normal(loc + 0.2, scale)
+    batch = rows(squashed=True)[:1, :3].to(dtype)
+    batch.update({"action": action, "loc": loc, "scale": scale})
+    expected = (log_density(loc + 0.2) - log_density(loc)).exp().mean()
+    torch.testing.assert_close(setting.loss(batch)["rho"].double(), expected, rtol=1e-2, atol=0)
+
+
 # --- the conventions of TorchRL's loss modules
 
 

@@ -140,6 +140,19 @@ def test_nothing_is_valid(acer, weighted):
     assert not any(g.any() for g in gradients(losses(result), setting.parameters))
 
 
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("key", ["probs", "scale"])
+def test_zeros_in_place_of_probabilities_or_scales_are_refused(key, mask):
+    if key == "probs":
+        setting, batch = discrete.Setting(behaviour_key=key), discrete.rows(key=key, mask=mask)
+    else:
+        setting, batch = continuous.Setting(), continuous.rows(mask=mask)
+    setting.loss(batch)  # zeros in masked steps are none of the loss's business
+    batch[key][2, 1:3] = 0
+    with pytest.raises(ValueError, match=rf"'{key}' of the behaviour policy is not > 0 in 2 steps.*init_random_frames"):
+        setting.loss(batch)
+
+
 @both
 def test_any_number_of_batch_dimensions(acer):
     setting, batch = setting_of(acer, reduction="none"), acer.rows()

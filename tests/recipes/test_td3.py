@@ -125,7 +125,7 @@ def test_presets_make_an_update_per_step_in_whole_cycles(num_envs, delay, interv
 
 
 def test_lap_has_the_huber_loss_priorities_of_at_least_1_and_no_weights():
-    """The rest is in tests/samplers/test_lap.py."""
+    """The rest is in tests/samplers/test_proportional.py."""
     config = composed("td3", "sampler=lap")
     assert config.td3.loss_function == "smooth_l1"
     replay = buffer_of(config)

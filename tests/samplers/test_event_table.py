@@ -14,7 +14,7 @@ from tests.data import buffer_with, learn
 from tests.emulated_device import EmulatedDevice
 from tests.events import scripted
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
-from tests.samplers.experience import assert_same_state, probabilities
+from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
     Anneal,
     EventTableSampler,
@@ -222,23 +222,6 @@ def test_stats_count_the_tables():
     assert stats_["num_items"] == len(held)
     # slots that no table holds do not count
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
-
-
-@pytest.mark.parametrize("priority", [None, "proportional"])
-def test_a_row_that_is_added_is_as_new_as_one_of_extend(priority):
-    """After ``add``, TorchRL passes the default priority to the sampler, with a number as the index."""
-    data = scripted(30)
-    buffers = [make(priority=priority and {"kind": priority, "beta": Anneal(0.4, 1.0, 100)}) for _ in range(2)]
-    for buffer in buffers:
-        buffer.extend(data[:20])
-        if priority:
-            buffer.update_priority(torch.arange(20), torch.linspace(0.1, 5.0, 20))
-    for row in data[20:]:
-        buffers[0].add(row)
-        buffers[1].extend(row.unsqueeze(0))
-    added, extended = (buffer.sampler for buffer in buffers)
-    assert_same_state(added.state_dict(), extended.state_dict())
-    torch.testing.assert_close(*map(probabilities, buffers), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [None, "proportional"])

@@ -1,5 +1,6 @@
-"""ProportionalSampler against hand tables and the naive reference of PER: draws, weights, state and bad input."""
+"""ProportionalSampler against hand tables and the formulas of PER and LAP: draws, weights, schedules and bad input."""
 
+import math
 from functools import partial
 
 import pytest
@@ -156,6 +157,78 @@ def test_annealed_alpha_holds_for_what_was_updated_since():
     for _ in range(4):
         buffer.update_priority(torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
     assert_priorities(buffer, [1.0, 4.0])
+
+
+# --- LAP, a setting of the sampler: p(i) ∝ max(|δ|^α, 1) (Fujimoto et al. 2020, arXiv 2007.06049)
+
+TD_ERRORS = [0.0, 0.25, 0.5, 0.999, 1.0, 1.001, 2.0, 4.0, 9.0, 25.0]
+LAP = {"alpha": 0.4, "beta": 0.0, "min_priority": 1.0}
+
+
+def lap_probabilities(td_errors, alpha=0.4, smallest=1.0):
+    """In float64."""
+    masses = [max(error**alpha, smallest**alpha) for error in td_errors]
+    return torch.tensor([mass / math.fsum(masses) for mass in masses], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("td_error", ["absolute", "squared"])
+def test_lap_has_the_probabilities_of_the_paper(td_error, alpha):
+    given = [error**2 for error in TD_ERRORS] if td_error == "squared" else TD_ERRORS
+    buffer = filled(given, **LAP | {"alpha": alpha, "td_error": td_error})
+    torch.testing.assert_close(probabilities(buffer), lap_probabilities(TD_ERRORS, alpha), rtol=1e-6, atol=0.0)
+
+
+def test_samples_of_lap_have_equal_weights_and_new_transitions_the_largest_priority():
+    buffer = filled(TD_ERRORS, **LAP)
+    assert buffer.sample(8)["priority_weight"].tolist() == [1.0] * 8
+    buffer.add(rows(1)[0])
+    expected = lap_probabilities([max(TD_ERRORS), *TD_ERRORS[1:]])
+    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("smallest", [0.0, 0.1, 3.0])
+def test_new_transitions_of_an_empty_buffer_have_priority_1_or_the_smallest_one_if_larger(smallest):
+    buffer = filled([0.0, 4.0, 1.0], **LAP | {"min_priority": smallest})
+    buffer.empty()
+    buffer.extend(rows(3))
+    first = max(1.0, smallest)
+    assert buffer.sampler.stats()["max_priority"] == first
+    buffer.update_priority(torch.tensor([0]), torch.tensor([0.5]))
+    torch.testing.assert_close(probabilities(buffer), lap_probabilities([0.5, first, first], smallest=smallest))
+
+
+def test_the_expected_gradient_of_lap_is_that_of_the_uniform_loss_pal():
+    """LAP with the Huber loss has the expected gradient of uniform sampling with the loss PAL.
+
+    PAL = δ² / 2 up to |δ| = 1 and |δ|^(1 + α) / (1 + α) above, divided by λ, the mean of max(|δ|^α, 1).
+    """
+    p, alpha = probabilities(filled(TD_ERRORS, **LAP)).tolist(), LAP["alpha"]
+    prioritized = sum(share * min(error, 1.0) for share, error in zip(p, TD_ERRORS, strict=True))
+    scale = sum(max(error**alpha, 1.0) for error in TD_ERRORS) / len(TD_ERRORS)
+    uniform = sum(error if error <= 1 else error**alpha for error in TD_ERRORS) / len(TD_ERRORS) / scale
+    assert prioritized == pytest.approx(uniform, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_invalid_td_errors_are_errors_although_they_are_below_the_smallest_priority(value):
+    buffer = filled(TD_ERRORS, **LAP)
+    with Refuses(buffer, ValueError, "TD errors must be >= 0 and finite"):
+        buffer.update_priority(torch.arange(2), torch.tensor([3.0, value]))
+
+
+def test_a_state_with_a_smaller_smallest_priority_is_raised():
+    buffer, saved = (filled([0.5] * 3, **LAP | {"alpha": 1.0, "min_priority": each}) for each in (3.0, 0.0))
+    buffer.sampler.load_state_dict(saved.sampler.state_dict())
+    buffer.extend(rows(2))
+    buffer.update_priority(torch.tensor([1, 2]), torch.tensor([0.5, 0.5]))
+    assert_priorities(buffer, [3.0, 3.0, 3.0])
+
+
+def test_a_smallest_priority_that_the_sums_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match=r"ProportionalSampler\(min_priority=10000000000\): must be <= "):
+        buffer_of(1000, alpha=1.0, min_priority=1e10).extend(rows(10))
+    buffer_of(1000, alpha=0.5, min_priority=1e10).extend(rows(10))
 
 
 # --- bad input

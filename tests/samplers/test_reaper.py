@@ -211,20 +211,3 @@ def test_any_number_of_trajectories_may_break_off_in_one_write():
     assert int(buffer.sampler.stats()["interrupted"]) == 99
     with Refuses(buffer, ValueError, "trajectory 0 continues"):
         buffer.extend(transitions([Step(150, 150), Step(151, 0)]))
-
-
-@pytest.mark.parametrize("ids", [None, [0] * 4])
-def test_episodes_end_at_a_restart(ids):
-    """R of Equation 16 by hand: Σd up to t, divided by the largest Σd of an episode, where no episode is finished."""
-
-    def make():
-        sampler = ReaPERSampler(alpha=0.0, omega=1.0, eps=0.0, td_error="absolute")
-        return data.buffer_with(sampler, 20)
-
-    saved, buffer = make(), make()
-    saved.extend(data.rows(4, ids=ids))
-    buffer.load_state_dict(saved.state_dict())
-    buffer.extend(data.rows(4, first=4, ids=ids))
-    buffer.update_priority(torch.arange(8), torch.ones(8))
-    assert_priorities(buffer, [1.0, 2.0, 3.0, 4.0] * 2)
-    assert buffer.sampler.stats()["interrupted"] == 0

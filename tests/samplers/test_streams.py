@@ -1,6 +1,5 @@
 """Streams of samplers that need the order of rows: ids, marks, episodes that break off, and rejected writes."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -117,16 +116,6 @@ def test_only_writers_in_turn(sampler):
         buffer.extend(rows(6, rank=torch.tensor([5.0, 0.0, 4.0, 1.0, 3.0, 2.0])))
 
 
-def test_a_marked_first_transition_ends_the_trajectory_before():
-    buffer = buffer_of(ReaPERSampler)
-    first = torch.tensor([True, False, True, False])
-    buffer.extend(rows(4, ids=[0, 0, 1, 1], is_init=first))
-    assert_episodes(buffer, [0, 0, 1, 1])
-    # the same id from a second collector
-    buffer.extend(rows(2, ids=[1, 1], is_init=torch.tensor([True, False])))
-    assert_episodes(buffer, [0, 0, 1, 1, 2, 2])
-
-
 @pytest.mark.parametrize("sampler", [ReaPERSampler, slices])
 def test_a_marked_first_transition_ends_the_one_that_was_silent_longest(sampler):
     """In flat storage with several streams, the mark does not identify the stream."""
@@ -181,19 +170,6 @@ def test_a_first_write_that_lacks_an_entry_is_refused_by_its_name_and_is_not_dra
     index = buffer.extend(data.clone())
     assert set(buffer.sample()["index"].tolist()) == set(index.tolist())
     assert probabilities(buffer).nonzero().squeeze(1).tolist() == index.tolist()
-
-
-def test_a_state_can_be_loaded_after_the_storage_was_filled():
-    """The order of rows that a storage already held is unknown; that of the loaded state is known."""
-    source, target = (buffer_of(ReaPERSampler, capacity=20, batch_size=4) for _ in range(2))
-    source.extend(rows(25))
-    source.update_priority(torch.arange(20), torch.linspace(0.1, 1.0, 20))
-    state = copy.deepcopy(source.state_dict())
-    target.storage.load_state_dict(copy.deepcopy(state["_storage"]))
-    target.sample()
-    target.load_state_dict(state)
-    target.extend(rows(5))
-    assert float(target.sampler.stats()["never_updated"]) == 0.25
 
 
 @pytest.mark.parametrize("sampler", [ReaPERSampler, slices, lambda size: slices(size, anchors=ReaPERSampler(size))])

@@ -122,22 +122,11 @@ def test_large_integers_are_compared_with_floats(dtype):
     assert Threshold("x", "<", -(10**30)).occurs(column).tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("where", ["eager", "compiled", "device"])
 @pytest.mark.parametrize("op", OPERATORS)
-def test_an_event_far_outside_of_the_range_of_its_entry(op, where):
+def test_a_graph_compares_integers_with_a_number_outside_of_their_range(op):
     steps = torch.tensor([0, 43, 44, 45, 255], dtype=torch.uint8)
-    data = scripted(5).set("steps", steps)
-    expected = [OPERATORS[op](step, 300) for step in steps.tolist()]
-    condition = Threshold("steps", op, 300)
-    if where == "compiled":
-        assert torch.compile(condition.occurs, backend="aot_eager", fullgraph=True)(steps).tolist() == expected
-        return
-    with EmulatedDevice("torchrl_replay_ext"):
-        device = "cpu" if where == "eager" else "emulated"
-        tables = EventTables([EventSpec("late", condition, 1)], {"late": 5})
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5, device=device), writer=EventTableWriter(tables))
-        rb.extend(data.to(device))
-        assert tables["late"].index().cpu().tolist() == [slot for slot in range(5) if expected[slot]]
+    occurs = torch.compile(Threshold("steps", op, 300).occurs, backend="eager", fullgraph=True)
+    assert occurs(steps).tolist() == [OPERATORS[op](step, 300) for step in steps.tolist()]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 300])

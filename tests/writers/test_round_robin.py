@@ -1,6 +1,5 @@
 """Writes by the writer of compilable buffers."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -8,11 +7,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 
-from tests.emulated_device import NAME, EmulatedDevice
 from torchrl_replay_ext import (
     CompilableTensorStorage,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
 )
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
@@ -54,12 +50,3 @@ def test_a_cursor_that_leaves_a_gap_is_refused(stored, cursor, error):
     with pytest.raises(ValueError, match=error) if error else nullcontext():
         rb.writer.load_state_dict({**before, "_cursor": cursor})
     assert rb.writer.state_dict()["_cursor"] == (before["_cursor"] if error else cursor)
-
-
-@pytest.mark.parametrize("make", [ReaPERSampler, lambda size: TrajectoryRetraceSampler(size, slice_len=2)])
-def test_data_on_the_cpu_beside_a_default_device(make):
-    with EmulatedDevice(), torch.device(NAME), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the trajectory does not end
-        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY, device="cpu"), sampler=make(CAPACITY))
-        rb.extend(rows(0, 4))
-        rb.extend(rows(4, 4, trajectory=1))
