@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 from tensordict import NestedKey, TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -28,7 +30,6 @@ from tests.objectives.acer_settings import (
     setting_of,
 )
 from tests.objectives.trajectories import (
-    assert_compiles,
     assert_same,
     assert_same_gradients,
     gradients,
@@ -99,9 +100,28 @@ def test_copies(acer, arguments, duplicate):
     ],
     ids=["discrete", "continuous"],
 )
+@pytest.mark.usefixtures("from_scratch")
 def test_in_one_graph(acer, arguments, of_rows):
+    """A single float32 graph has the values and gradients of eager code, also for other data."""
     setting = acer.Setting(**arguments)
-    assert_compiles(setting.loss, acer.rows(mask=True, **of_rows), setting.parameters)
+    setting.loss.to(torch.float32)
+    batch = acer.rows(mask=True, **of_rows).apply(lambda x: x.float() if x.is_floating_point() else x)
+
+    def step(batch: TensorDict) -> tuple[torch.Tensor, ...]:
+        result = setting.loss(batch)
+        found = torch.autograd.grad(losses(result), setting.parameters, allow_unused=True)
+        return *result.detach().values(), *found, batch["td_error"]
+
+    compiled = torch.compile(step, fullgraph=True)
+    with torch._dynamo.config.patch(trace_autograd_ops=True), torch._inductor.config.patch(fallback_random=True):
+        for stance in ("default", "fail_on_recompile"):
+            torch.manual_seed(1)
+            expected = step(batch.clone())
+            torch.manual_seed(1)
+            with torch.compiler.set_stance(stance):
+                result = compiled(batch.clone())
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+            batch["next", "reward"] += 1
 
 
 # --- assignments to arguments

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-import torch._inductor.config
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor
@@ -171,30 +169,6 @@ def set_average(loss_module: LossModule, actor: ProbabilisticActor) -> None:
     source = TensorDict.from_module(actor)
     for key, value in loss_module.target_actor_network_params.items(True, True):
         value.data.copy_(source[key].data)
-
-
-def assert_compiles(loss_module: LossModule, batch: TensorDict, parameters: list[nn.Parameter]) -> None:
-    """Assert that a single float32 graph has the values and gradients of eager code, also for other data."""
-    loss_module.to(torch.float32)
-    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
-
-    def step(batch: TensorDict) -> tuple[Tensor, ...]:
-        result = loss_module(batch)
-        found = torch.autograd.grad(losses(result), parameters, allow_unused=True)
-        return *result.detach().values(), *found, batch["td_error"]
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
-    with torch._dynamo.config.patch(trace_autograd_ops=True), torch._inductor.config.patch(fallback_random=True):
-        for stance in ("default", "fail_on_recompile"):
-            torch.manual_seed(1)
-            expected = step(batch.clone())
-            torch.manual_seed(1)
-            with torch.compiler.set_stance(stance):
-                result = compiled(batch.clone())
-            for one, other in zip(result, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-            batch["next", "reward"] += 1
 
 
 def refuses(setting: Any, batch: TensorDict, error: type[Exception], match: str) -> None:

@@ -38,7 +38,7 @@ def test_many_outstanding_batches(name, first, compilable):
         for number in range(40):
             if number % 10 == 0:
                 # some slots are overwritten twice
-                used.extend(10)
+                used.extend(16)
             used.sample(size)
         if first != "oldest":
             used.late.reverse() if first == "newest" else used.rng.shuffle(used.late)
