@@ -160,7 +160,7 @@ class Driven(Modelled):
         """Random stored slots, with duplicates."""
         if self.pinned:
             tables = self.tables_of()
-            held = (tables.places >= 0).any(0).nonzero().squeeze(1).tolist()
+            held = (tables.position_of >= 0).any(0).nonzero().squeeze(1).tolist()
         else:
             held = sorted(self.content)
         slots = self.rng.choices(held, k=count)

@@ -58,6 +58,7 @@ def test_writes_go_on_after_a_refused_one(sampler):
     # the rejected rows are in the storage, but are never drawn, even if another row is announced again
     buffer.mark_update(torch.tensor([4]))
     assert probabilities(buffer)[:3].tolist() == [0.0] * 3
+    assert buffer.sampler.stats()["num_items"] == 3
     buffer.extend(rows(2, done=[1], ids=[3, 3]))
     assert (probabilities(buffer) > 0).tolist() == [False] * 3 + [True] * 3
     if sampler is ReaPERSampler:
