@@ -47,6 +47,7 @@ PRESETS = {
     **dict.fromkeys(["td3 env=lunarlander_continuous", "td3 env=bipedalwalker"], TD3 | dict(learning_starts=1000)),
     **dict.fromkeys([f"acer env={env}" for env in ("cartpole", "acrobot", "lunarlander")], ACER | dict(on_policy=True)),
     **dict.fromkeys([f"acer env={env}" for env in ("halfcheetah", "walker2d", "humanoid")], CONTINUOUS),
+    "acer env=humanoid acer=paper_continuous": CONTINUOUS | dict(on_policy=False, replay_ratio=4, batch_size=8 * 50),
     "acer env=atari/qbert num_envs=16": ACER | dict(buffer_size=16 * 50_000, hidden_sizes=[512], shared_layers=True),
 }
 
