@@ -14,12 +14,17 @@ updates until the mean squared error of the Q-values is at most 10^-3.
 
 Q-values are initialized with normal noise of standard deviation 0.1, the same for all strategies of a seed.
 
+``--outliers SHARE`` adds heavy-tailed noise to the rewards of this share of the stored transitions, to learn whether
+rank-based PER is more robust: Student's t with two degrees of freedom, which has the mean 0 and no variance. The noise
+is stored with the transition. The only success has none, and the oracle replays transitions without noise. With
+``--cap``, runs end after that many updates; those that have not learned the Q-values until then are censored (≥).
+
 ``python -m recipes.experiments.cliffwalk --out runs/cliffwalk`` (some minutes; half a minute with ``--states 2 4 6 8``)
 prints a table and writes ``cliffwalk.csv``, with one row per run, and the figure ``cliffwalk.png`` and ``.svg``. With
 ``--read CSV`` it draws the figure of an earlier run.
 """
 
-import statistics
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,14 +42,17 @@ from recipes.common.checked import positive
 from recipes.common.files import markdown
 from recipes.experiments.command_line import ExperimentParser
 from recipes.studies.figures import explain, label, looks, panel_grid, sample_line, styled
+from recipes.studies.report import comparison, format_median
 from torchrl_replay_ext import ProportionalSampler, RankBasedSampler, ReaPERSampler
 
-COLUMNS = {"num_states": int, "strategy": str, "seed": int, "updates": int}  # of cliffwalk.csv
+# of cliffwalk.csv; censored: 1 if the run ended before its Q-values were learned
+COLUMNS = {"num_states": int, "strategy": str, "seed": int, "outliers": float, "updates": int, "censored": int}
 LEARNING_RATE = 0.25
 THRESHOLD = 1e-3
 ALPHA, OMEGA = 0.7, 0.2
 INITIAL_STD = 0.1
 UNIFORM_BLOCK = 4096
+COMPARED = (("rank-based", "uniform"), ("rank-based", "proportional"), ("proportional", "uniform"))
 
 
 class Cliffwalk:
@@ -80,9 +88,9 @@ class Cliffwalk:
             target = 1.0
         return target - self.q_values[transition]
 
-    def update(self, transition: int) -> float:
-        """Learn from a transition; return its TD error before the update."""
-        td_error = self.td_error(transition)
+    def update(self, transition: int, noise: float = 0.0) -> float:
+        """Learn from a transition with noise in its reward; return its TD error before the update."""
+        td_error = self.td_error(transition) + noise
         self.q_values[transition] += LEARNING_RATE * td_error
         return td_error
 
@@ -92,27 +100,28 @@ class Cliffwalk:
         return sum(error * error for error in errors) / len(self.truth)
 
 
-def replay_uniform(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
+def replay_uniform(walk: Cliffwalk, rows: TensorDict) -> Iterator[None]:
     """One update per iteration, with uniformly drawn transitions."""
-    buffer = make_buffer(RandomSampler(), walk, transitions)
+    buffer = make_buffer(RandomSampler(), rows)
     while True:
-        for transition in buffer.sample(UNIFORM_BLOCK)["transition"].tolist():
-            walk.update(transition)
+        batch = buffer.sample(UNIFORM_BLOCK)
+        for row in zip(batch["transition"].tolist(), batch["noise"].tolist(), strict=True):
+            walk.update(*row)
             yield
 
 
-def replay_prioritized(walk: Cliffwalk, transitions: torch.Tensor, sampler: Any) -> Iterator[None]:
+def replay_prioritized(walk: Cliffwalk, rows: TensorDict, sampler: Any) -> Iterator[None]:
     """One update per iteration, with transitions drawn by priority; `sampler`: the class."""
-    buffer = make_buffer(sampler(len(transitions), alpha=ALPHA, beta=0.0, td_error="absolute"), walk, transitions)
+    buffer = make_buffer(sampler(len(rows), alpha=ALPHA, beta=0.0, td_error="absolute"), rows)
     while True:
         batch = buffer.sample(1)
-        td_error = walk.update(int(batch["transition"]))
+        td_error = walk.update(int(batch["transition"]), float(batch["noise"]))
         batch["td_error"] = torch.tensor([abs(td_error)])
         buffer.update_tensordict_priority(batch)
         yield
 
 
-def replay_oracle(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
+def replay_oracle(walk: Cliffwalk, rows: TensorDict) -> Iterator[None]:
     """One update per iteration, with the transition that reduces the error of the Q-values most."""
 
     def gain(transition: int) -> float:
@@ -124,15 +133,14 @@ def replay_oracle(walk: Cliffwalk, transitions: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def make_buffer(sampler: object, walk: Cliffwalk, transitions: torch.Tensor) -> TensorDictReplayBuffer:
-    """A buffer that holds `transitions`."""
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(len(transitions)), sampler=sampler)
-    done = (transitions >= walk.num_states - 1).unsqueeze(1)
-    buffer.extend(TensorDict({"transition": transitions, "next": {"done": done}}, [len(transitions)]))
+def make_buffer(sampler: object, rows: TensorDict) -> TensorDictReplayBuffer:
+    """A buffer that holds `rows`."""
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(len(rows)), sampler=sampler)
+    buffer.extend(rows)
     return buffer
 
 
-STRATEGIES: dict[str, Callable[[Cliffwalk, torch.Tensor], Iterator[None]]] = {
+STRATEGIES: dict[str, Callable[[Cliffwalk, TensorDict], Iterator[None]]] = {
     "uniform": replay_uniform,
     "rank-based": partial(replay_prioritized, sampler=RankBasedSampler),
     "proportional": partial(replay_prioritized, sampler=ProportionalSampler),
@@ -141,47 +149,61 @@ STRATEGIES: dict[str, Callable[[Cliffwalk, torch.Tensor], Iterator[None]]] = {
 }
 
 
-def count_updates(strategy: str, num_states: int, seed: int) -> int:
-    """The number of updates until the mean squared error is at most `THRESHOLD`."""
+def count_updates(
+    strategy: str, num_states: int, seed: int, share: float = 0.0, cap: float = math.inf
+) -> tuple[int, bool]:
+    """The updates until the mean squared error is at most `THRESHOLD`, and whether the run ended before.
+
+    Args:
+        strategy: a key of STRATEGIES.
+        num_states: number of states.
+        seed: seed of the run.
+        share: share of transitions with heavy-tailed noise in their rewards. Default: 0.
+        cap: most updates. Default: no limit.
+    """
     generator = torch.Generator().manual_seed(seed)
     walk = Cliffwalk(num_states, generator)
     transitions = walk.transitions(generator)
+    rng, count = np.random.default_rng(seed), len(transitions)
+    is_outlier = torch.from_numpy(rng.random(count) < share) & (transitions != num_states - 1)
+    noise = torch.from_numpy(rng.standard_t(2, count)).where(is_outlier, 0.0)
+    done = (transitions >= num_states - 1).unsqueeze(1)
+    rows = TensorDict({"transition": transitions, "noise": noise, "next": {"done": done}}, [count])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for number, _ in enumerate(STRATEGIES[strategy](walk, transitions), start=1):
-            if walk.mean_squared_error() <= THRESHOLD:
-                return number
+        for number, _ in enumerate(STRATEGIES[strategy](walk, rows), start=1):
+            learned = walk.mean_squared_error() <= THRESHOLD
+            if learned or number >= cap:
+                return number, not learned
     raise AssertionError("strategies do not end")
 
 
-def updates_of(rows: list[dict]) -> dict[tuple[int, str], list[int]]:
-    """The updates of each seed, by number of states and strategy."""
+def runs_of(rows: list[dict]) -> dict[tuple[int, str], np.ndarray]:
+    """The updates of each seed and whether it is censored, [seeds, 2], by number of states and strategy."""
     found = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["seed"]):
-        found[row["num_states"], row["strategy"]].append(row["updates"])
-    return found
+        found[row["num_states"], row["strategy"]].append((row["updates"], row["censored"]))
+    return {key: np.array(runs) for key, runs in found.items()}
 
 
 def format_table(rows: list[dict]) -> str:
-    """A table of median updates, and in brackets their share of uniform's, with one line per number of states."""
-    found, lines = updates_of(rows), []
-    for n in sorted({row["num_states"] for row in rows}):
-        medians = [statistics.median(found[n, strategy]) for strategy in STRATEGIES]
-        lines.append((n, *(f"{value:,.0f} ({value / medians[0]:.2f})" for value in medians)))
+    """A table of median updates with one line per number of states."""
+    found = runs_of(rows)
+    sizes = sorted({n for n, _ in found})
+    lines = [(n, *(format_median(*found[n, strategy].T) for strategy in STRATEGIES)) for n in sizes]
     return markdown(("states", *STRATEGIES), lines)
 
 
-def conclusion(rows: list[dict]) -> str:
-    """One sentence on proportional PER and uniform replay, for the largest number of states."""
-    n, found = max(row["num_states"] for row in rows), updates_of(rows)
-    pair = found[n, "proportional"], found[n, "uniform"]
-    ours, uniform = map(statistics.median, pair)
-    ahead = sum(mine < theirs for mine, theirs in zip(*pair, strict=True))
-    return (
-        f"Blind Cliffwalk with {n} states: proportional PER took {ours:,.0f} updates, uniform replay "
-        f"{uniform:,.0f}: {ours / uniform:.2f} times as many (medians; PER was faster with {ahead} of "
-        f"{len(pair[0])} seeds)"
-    )
+def conclusions(rows: list[dict]) -> str:
+    """A sentence on each of the pairs in COMPARED, for the largest number of states."""
+    n, found, sentences = max(row["num_states"] for row in rows), runs_of(rows), []
+    for strategy, other in COMPARED:
+        updates, censored = np.stack([found[n, other], found[n, strategy]], 1).transpose(2, 0, 1)
+        theirs, ours = map(format_median, updates.T, censored.T)
+        ratio, p_value = comparison(updates, censored.astype(bool))
+        took = f"{label(strategy)} took {ours} updates, {label(other)} {theirs} (medians)"
+        sentences.append(f"Blind Cliffwalk with {n} states: {took}; ratio {ratio}, p {p_value}, {len(updates)} seeds")
+    return "\n".join(sentences)
 
 
 @styled
@@ -189,20 +211,23 @@ def plot(rows: list[dict]) -> Figure:
     """Draw Figure 1 (right): median updates against the number of transitions, with the range over seeds."""
     figure, (panel,) = panel_grid(1, height=3.1)
     chosen = looks(STRATEGIES)
-    found, states = updates_of(rows), sorted({row["num_states"] for row in rows})
+    found, states = runs_of(rows), sorted({row["num_states"] for row in rows})
     for place, strategy in enumerate(STRATEGIES):
         # beside each other, so that the ranges do not cover one another
         size = [(2 ** (n + 1) - 2) * 1.05 ** (place - 1.5) for n in states]
-        of = np.array([found[n, strategy] for n in states])
+        of = np.array([found[n, strategy][:, 0] for n in states])
         middle, (color, marker) = np.median(of, 1), chosen[strategy]
         error = (middle - of.min(1), of.max(1) - middle)
         panel.errorbar(size, middle, yerr=error, color=color, marker=marker, linewidth=1.2, elinewidth=1.2)
     panel.set(xscale="log", yscale="log", xlabel="transitions in the buffer", ylabel="updates until the error is small")
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.yaxis.set_major_formatter("{x:,.0f}")
-    figure.suptitle("Blind Cliffwalk")
+    share = rows[0]["outliers"]
+    figure.suptitle("Blind Cliffwalk" + f", {share:.0%} of the rewards are outliers" * (share > 0))
     seeds = len({row["seed"] for row in rows})
     note = f"Marker: median of {seeds} seeds; bar: range over seeds. Both axes are logarithmic."
+    if any(row["censored"] for row in rows):
+        note += f" Runs end after {max(row['updates'] for row in rows):,} updates."
     explain(figure, {label(strategy): sample_line(chosen[strategy]) for strategy in STRATEGIES}, note)
     return figure
 
@@ -213,15 +238,21 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--seeds", type=positive, default=10, help="runs of each strategy (default: %(default)s)")
     text = "numbers of states (default: 2, 4, ..., 10)"
     parser.add_argument("--states", type=positive, nargs="+", default=[2, 4, 6, 8, 10], help=text)
+    text = "probability of heavy-tailed noise in the reward of a stored transition (default: %(default)s)"
+    parser.add_argument("--outliers", type=float, default=0.0, metavar="SHARE", help=text)
+    parser.add_argument("--cap", type=positive, default=math.inf, metavar="UPDATES", help="most updates of a run")
     options = parser.parse_args(arguments)
+    if not 0 <= options.outliers <= 1:
+        parser.error(f"--outliers {options.outliers}: must be in [0, 1]")
 
     def measure() -> Iterator[dict]:
         runs = [(n, strategy, seed) for n in options.states for seed in range(options.seeds) for strategy in STRATEGIES]
-        for run in tqdm(runs, desc="cliffwalk", leave=False):
-            num_states, strategy, seed = run
-            yield dict(zip(COLUMNS, (*run, count_updates(strategy, num_states, seed)), strict=True))
+        for num_states, strategy, seed in tqdm(runs, desc="cliffwalk", leave=False):
+            updates, censored = count_updates(strategy, num_states, seed, options.outliers, options.cap)
+            found = (num_states, strategy, seed, options.outliers, updates, int(censored))
+            yield dict(zip(COLUMNS, found, strict=True))
 
-    return parser.run(options, COLUMNS, measure, lambda rows: f"{format_table(rows)}\n\n{conclusion(rows)}", plot)
+    return parser.run(options, COLUMNS, measure, lambda rows: f"{format_table(rows)}\n\n{conclusions(rows)}", plot)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ lies within a quarter of 1. Everything else is "inconclusive".
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from recipes.studies.report import (
     format_ratio,
     last_value,
     p_value_of,
+    pool,
     read_study,
     steps_of,
 )
@@ -53,6 +54,7 @@ class Comparison:
         censored: whether these runs did not reach the threshold, [n, 2]; None: the numbers are last returns.
         expect: "less", "more" or "same"; None: an open question.
         number: the ratio that the source gives.
+        spread: whether the standard deviations of last returns over the seeds are compared instead of their means.
     """
 
     name: str
@@ -60,11 +62,14 @@ class Comparison:
     censored: np.ndarray | None
     expect: str | None
     number: float | None
+    spread: bool = False
     adjusted: float = np.nan
 
     @property
     def p_value(self) -> float:
         """The p value, not corrected."""
+        if self.spread:
+            return intervals.spread_p_value(self.pairs)
         if self.censored is None:
             return intervals.paired_p_value(self.pairs[:, 1] - self.pairs[:, 0])
         return p_value_of(self.pairs, self.censored)
@@ -84,13 +89,16 @@ class Comparison:
         decided = self.adjusted < ALPHA
         if self.expect == "same":
             return NO if decided else YES if SAME[0] < low and high < SAME[1] else OPEN
-        other, ours = self.pairs.mean(0) if self.censored is None else np.log(self.pairs).mean(0)
+        mean = np.std if self.spread else np.mean
+        other, ours = mean(self.pairs if self.censored is None else np.log(self.pairs), axis=0)
         return OPEN if not decided else YES if (ours < other) == (self.expect == "less") else NO
 
     @property
     def text(self) -> str:
         """What was found."""
-        if self.censored is None:
+        if self.spread:
+            found = "SD {1:.1f} against {0:.1f}".format(*self.pairs.std(0, ddof=1))
+        elif self.censored is None:
             mean = (self.pairs[:, 1] - self.pairs[:, 0]).mean()
             form = "{:.2f}" if np.abs(self.pairs).max() < 10 else "{:.1f}"
             found = f"{form} [{form}, {form}]".format(mean, *self.interval)
@@ -104,20 +112,19 @@ class Comparison:
 
 def compare(row: dict[str, Any]) -> Comparison:
     """The comparison that a row of claims.yaml describes; several studies are pooled."""
-    names = [row["study"]] if isinstance(row["study"], str) else row["study"]
-    pairs, censored = [], []
-    for name in names:
-        study = _study(name)
-        study = replace(study, config=replace(study.config, baseline=row["than"]))
-        where = row["env"], row["variant"]
-        if row.get("last"):
-            column = row.get("column", study.config.column)
-            pairs.append(study.pairs(*where, lambda run, column=column: last_value(run, column)))
-        else:
-            pairs.append(study.pairs(*where, steps_of))
-            censored.append(study.pairs(*where, censored_of))
-    whether = np.concatenate(censored).astype(bool) if censored else None
-    return Comparison(row.get("as", ""), np.concatenate(pairs), whether, row["expect"], row.get("number"))
+    study = pool([_study(name) for name in names_of(row)])
+    study = replace(study, config=replace(study.config, baseline=row["than"]))
+    where, spread = (row["env"], row["variant"]), bool(row.get("spread"))
+    if spread or row.get("last"):
+        of, censored = partial(last_value, column=row.get("column", study.config.column)), None
+    else:
+        of, censored = steps_of, study.pairs(*where, censored_of).astype(bool)
+    return Comparison(row.get("as", ""), study.pairs(*where, of), censored, row["expect"], row.get("number"), spread)
+
+
+def names_of(row: dict[str, Any]) -> list[str]:
+    """The studies of a row of claims.yaml."""
+    return [row["study"]] if isinstance(row["study"], str) else row["study"]
 
 
 def decide(claims: Sequence[dict[str, Any]]) -> list[list[Comparison]]:
@@ -152,27 +159,16 @@ def claims_table(claims: Sequence[dict[str, Any]]) -> str:
             sizes = [len(each.pairs) for each in comparisons]
             seeds = ", ".join(str(size) for size, _ in groupby(sizes))
             smallest = min((each.adjusted for each in comparisons if not np.isnan(each.adjusted)), default=np.nan)
-            cells = "; ".join(texts), seeds, format_p_value(smallest), verdict_of(comparisons)
-            names = [row["study"] for row in claim["compare"]]
-            studies = dict.fromkeys(name for each in names for name in ([each] if isinstance(each, str) else each))
-            data = [f"{name}/table.md" for name in studies]
+            cells, verdict = ("; ".join(texts), seeds, format_p_value(smallest)), verdict_of(comparisons)
+            data = [f"{name}/table.md" for name in dict.fromkeys(chain(*map(names_of, claim["compare"])))]
         else:
-            cells, data = (claim["found"], claim["seeds"], "", claim["verdict"]), claim.get("data", [])
-        found, seeds, p_value, verdict = cells
+            cells, verdict, data = (claim["found"], claim["seeds"], ""), claim["verdict"], claim.get("data", [])
         note = claim.get("note")
-        links = ", ".join(f"[{Path(path).parent.name or Path(path).stem}]({path})" for path in data)
+        titles = [Path(path).stem if path[0] == "." else Path(path).parent.name or Path(path).stem for path in data]
+        links = ", ".join(f"[{title}]({path})" for title, path in zip(titles, data, strict=True))
         source = "our question" if claim["source"] == "ours" else claim["source"]
-        lines.append(
-            (
-                f"{source}, {claim['where']}",
-                claim["claim"],
-                found,
-                seeds,
-                p_value,
-                verdict + f" ({note})" * bool(note),
-                links,
-            )
-        )
+        verdict += f" ({note})" * bool(note)
+        lines.append((f"{source}, {claim['where']}", claim["claim"], *cells, verdict, links))
     return markdown(("source", "claim", "found here", "seeds", "smallest p", "reproduced?", "data"), lines)
 
 

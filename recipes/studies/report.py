@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
 
 from recipes.common.cli import parse_config
 from recipes.common.errors import ConfigError, did_you_mean
@@ -67,13 +66,6 @@ def censored_of(run: Curve) -> bool:
     return run.reached is None
 
 
-def load_study(out: Path) -> DictConfig:
-    """The configuration of the study in a directory. Studies of an earlier version have a setting `peaks`."""
-    config = load_config(out / STUDY)
-    config.pop("peaks", None)
-    return config
-
-
 def read_study(out: Path) -> Study:
     """Read the directory of a study, without the runs that made no update.
 
@@ -81,7 +73,7 @@ def read_study(out: Path) -> Study:
         ConfigError: if the directory holds no finished run of a study.
     """
     require_files(out, (STUDY, RUNS, CURVES), "python -m recipes.study writes it")
-    config, rows = parse_config(load_study(out), StudyConfig), read_rows(out / RUNS)
+    config, rows = parse_config(load_config(out / STUDY), StudyConfig), read_rows(out / RUNS)
     columns = (config.column, *config.also)
     every = {(curve.env, curve.group, curve.seed): curve for curve in read_table(out / CURVES, columns, ["variant"])}
     found: defaultdict[tuple[str, str], list[Curve]] = defaultdict(list)
@@ -99,6 +91,22 @@ def read_study(out: Path) -> Study:
         source = str(out / STUDY)
         config.claims = config.claims if preset is None else {}  # those of the study in recipes/conf hold for it alone
     return Study(config, rows, {env: variants for env, variants in runs.items() if variants}, source)
+
+
+def pool(studies: Sequence[Study]) -> Study:
+    """The runs of several studies as those of one, of the environments and variants that all of them have.
+
+    The configuration is that of the first. Seeds are renumbered: runs of two studies with the same seed are no pair.
+    """
+    runs: dict[str, dict[str, list[Curve]]] = defaultdict(dict)
+    for env, variants in studies[0].runs.items():
+        for name in variants:
+            if all(name in each.runs.get(env, {}) for each in studies):
+                numbered = [
+                    (1000 * n + run.seed, run) for n, each in enumerate(studies) for run in each.runs[env][name]
+                ]
+                runs[env][name] = [replace(run, seed=seed) for seed, run in numbered]
+    return replace(studies[0], rows=[row for each in studies for row in each.rows], runs=runs)
 
 
 def preset_of(config: StudyConfig) -> StudyConfig | None:
@@ -371,3 +379,11 @@ def report(out: Path, baseline: str | None = None) -> str:
     else:
         study = replace(study, config=replace(study.config, baseline=baseline))
     return "\n".join([full_table(study), *conclusions(study)])
+
+
+def report_pooled(outs: Sequence[Path], figure: Path) -> str:
+    """The conclusions of several studies together, see `pool`. Their figure is written to `figure`."""
+    studies = [read_study(out) for out in outs]
+    study, origin = pool(studies), "; ".join(map(provenance, studies))
+    figures.save(draw(study), *figures.files_of(figure), description=origin)
+    return "\n".join([*conclusions(study), origin])

@@ -54,7 +54,7 @@ from recipes.common import files
 from recipes.common.cli import DONE, FAILED, INTERRUPTED, interruption
 from recipes.common.errors import ConfigError
 from recipes.common.schemas import StudyConfig, StudyRun
-from recipes.studies.report import load_study, report
+from recipes.studies.report import report
 
 Row = dict[str, Any]
 # settings of a study that decide how its runs are judged, and which columns are kept
@@ -223,7 +223,7 @@ def run_study(config: StudyRun, out: Path) -> int:
     """
     with files.locked(out):
         study, done = config.study, load_completed_runs(out)
-        if (out / files.STUDY).is_file() and not continues(load_study(out), study, bool(done)):
+        if (out / files.STUDY).is_file() and not continues(files.load_config(out / files.STUDY), study, bool(done)):
             raise ConfigError(f"{out} holds another study; choose another directory (out=...)")
         OmegaConf.save(OmegaConf.structured(study), out / files.STUDY)
         jobs = jobs_of(study, config.seeds)

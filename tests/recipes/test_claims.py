@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from recipes.studies import claims
 from recipes.studies.claims import NO, OPEN, YES, Comparison
@@ -49,6 +50,19 @@ def test_last_returns_are_compared_by_their_difference():
     pairs = np.stack([np.arange(10.0), np.arange(10.0) + 5 + RNG.normal(0, 0.1, 10)], 1)
     found = Comparison("returns", pairs, None, "more", None, adjusted=0.001)
     assert found.verdict == YES and found.text.startswith("returns: 5.0 [") and found.interval[0] > 4.8
+
+
+def test_spreads_between_seeds_are_compared_whatever_the_means():
+    """By the analysis of variance of the distances from the medians; one run far from the others decides nothing."""
+    wide, narrow = RNG.normal(0, 10, 20), RNG.normal(500, 1, 20)
+    found = Comparison("", np.stack([wide, narrow], 1), None, "less", None, spread=True)
+    found.adjusted = found.p_value
+    expected = stats.f_oneway(abs(wide - np.median(wide)), abs(narrow - np.median(narrow))).pvalue
+    assert found.p_value == pytest.approx(expected)
+    assert found.verdict == YES
+    assert found.text == f"SD {narrow.std(ddof=1):.1f} against {wide.std(ddof=1):.1f}"
+    one_far = np.stack([[*narrow[1:], 700.0], narrow], 1)
+    assert Comparison("", one_far, None, "less", None, spread=True).p_value > 0.05
 
 
 def test_a_row_names_the_comparisons_with_each_verdict():

@@ -44,7 +44,7 @@ def test_runs_make_a_png_and_an_svg(tmp_path, drawn):
         (["run", "--smooth", "0"], "argument --smooth: 0: must be a whole number, at least 1"),
         (
             ["study=sset", "--smooth", "3", "--columns", "q_sum"],
-            "study=sset: one study at a time, and no option but --baseline",
+            "study=sset: a study has no option but --baseline, several together have --out alone",
         ),
         (["run", "--out", "figure.pdf"], "figures are written as .png and .svg"),
     ],
@@ -54,14 +54,11 @@ def test_bad_command_lines_are_explained(words, message, plot_refuses):
 
 
 def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, drawn):
-    data = ROOT / "recipes/results/threerooms.csv"
-    words = ["--read", data, "--columns", "q_sum", "return_mean", "--solved", "-8.8", "--out", tmp_path / "figure"]
-    lines = [line.split("|")[1:-1] for line in drawn(*words).splitlines()[2:-1]]
-    found = {group.strip(): (median.strip(), len(seeds.split())) for _, group, median, seeds in lines}
-    assert found["sset"] == ("37000", 10)
+    data = ROOT / "recipes/results/sset/curves.csv"
+    drawn("--read", data, "--by", "variant", "--columns", "q_sum", "return_mean", "--out", tmp_path / "figure")
     assert {path.name for path in tmp_path.iterdir()} == {"figure.png", "figure.svg"}
-    with pytest.raises(ConfigError, match=r"no column missing, only env, sampler, seed"):
-        plot.read_table(data, ["missing"])
+    with pytest.raises(ConfigError, match=r"no column missing, only recipe, env, variant, seed"):
+        plot.read_table(data, ["missing"], ["variant"])
 
 
 def test_smoothing_averages_neighbours_and_keeps_the_ends():
@@ -79,22 +76,6 @@ def test_values_between_and_beyond_evaluations(tmp_path):
     np.testing.assert_array_equal(stopped.at(steps, "return_mean"), [np.nan, 1, 1, 3, 3])
     ended = plot.read_run(write_run(tmp_path / "c", [1, 2, 3], threshold=3))
     np.testing.assert_array_equal(ended.at(steps, "return_mean"), [np.nan, 1, 1, 3, np.nan])
-
-
-def test_a_run_that_did_not_solve_its_task_counts_with_its_length_and_a_mark(tmp_path):
-    runs = [
-        write_run(tmp_path / "a", [0, 5, 0, 5, 5, 5, 0], seed=1),
-        write_run(tmp_path / "b", [5, 5, 0], seed=2),
-        write_run(tmp_path / "c", [5, 6, 7], seed=3, sampler="sset"),
-    ]
-    lines = plot.format_solved([plot.read_run(run) for run in runs], 5.0).splitlines()
-    assert lines[2:] == ["| cartpole | per | ≥35 | 40 ≥30 |", "| cartpole | sset | 10 | 10 |"]
-
-
-@pytest.mark.parametrize(("last", "steps"), [(5, "20"), (4, "≥20")])
-def test_a_run_that_stopped_at_its_threshold_is_solved(tmp_path, last, steps):
-    run = write_run(tmp_path / "a", [0, last], threshold=5, stop_at_threshold=True)
-    assert plot.format_solved([plot.read_run(run)], 3.0).split()[-2] == steps
 
 
 def test_the_note_says_where_lines_of_runs_of_unequal_length_end(tmp_path):

@@ -5,9 +5,10 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -96,7 +97,7 @@ def test_studies_can_be_run_and_are_the_published_ones(name):
         assert config.study.least or job_config.env.reward_threshold or job_config.env.atari
     if name in NOT_RUN:
         return
-    published = report.load_study(RESULTS / name)
+    published = files.load_config(RESULTS / name / files.STUDY)
     assert {"also": [], **dict(published), "seeds": None} == {**asdict(config.study), "seeds": None}
 
 
@@ -136,15 +137,7 @@ def test_a_study_is_gone_on_with(tmp_path, processes, capsys):
     assert len(processes.started) == 1
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "study.fixed=[]",
-        "study.envs=[acrobot]",
-        "~study.variants.rank",
-        "study.in_a_row=2",
-    ],
-)
+@pytest.mark.parametrize("word", ["study.fixed=[]", "study.envs=[acrobot]", "~study.variants.rank", "study.in_a_row=2"])
 def test_another_study_needs_another_directory(tmp_path, processes, word):
     assert study.run_study(configuration(*ONE_SEED), tmp_path) == DONE
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -254,6 +247,19 @@ def test_a_comparison_with_another_baseline(finished, drawn, plot_refuses):
     assert not list(finished.glob("table.md"))
     assert "the variants of" in plot_refuses(f"study={finished}", "--baseline", "other")
     assert "only" in plot_refuses("x", "--baseline", "y")
+
+
+def test_several_studies_are_pooled_without_pairing_their_seeds(finished, tmp_path, drawn):
+    one = report.read_study(finished)
+    fewer = replace(one, runs={"cartpole": {name: one.runs["cartpole"][name] for name in ("per", "reaper")}})
+    both = report.pool([one, fewer])
+    assert {env: [*variants] for env, variants in both.runs.items()} == {"cartpole": ["per", "reaper"]}
+    steps = report.steps_of
+    pairs = one.pairs("cartpole", "reaper", steps)
+    np.testing.assert_array_equal(both.pairs("cartpole", "reaper", steps), np.concatenate([pairs, pairs]))
+    printed = drawn(f"study={finished}", f"study={finished}", "--out", tmp_path / "pooled")
+    assert "ReaPER reached the threshold after 200 steps, PER after 300: 0.67 [0.67, 0.67]" in printed
+    assert "(10 seeds)" in printed and (tmp_path / "pooled.svg").is_file() and not (finished / report.TABLE).exists()
 
 
 def test_published_tables_are_those_of_the_published_runs():
