@@ -42,7 +42,8 @@ def assert_random_order(draw):
 
 def filled(name):
     """A buffer of the contract's tests with its model; TD errors increase with the slots."""
-    driven = Driven(name, 0, capacity=24)
+    # with this seed, slices have several possible starts
+    driven = Driven(name, 1, capacity=24)
     for _ in range(12):
         driven.extend()
     buffer = driven.buffer
