@@ -159,11 +159,12 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
     case = CASES[name]
     buffer, experience = case.buffer(device=DEVICE), case.experience()
     buffer.extend(experience.take(4).to(DEVICE))
-    in_graph = WAYS[way](buffer, case.extends)
+    extends = case.extends and getattr(buffer.sampler, "writes_in_graphs", True)
+    in_graph = WAYS[way](buffer, extends)
     columns = 2 if case.experience.ndim == 2 else 1
     for number in range(case.capacity):
         data = experience.take(4).to(DEVICE)
-        if not case.extends:
+        if not extends:
             buffer.extend(data)
         torch.cuda.synchronize()
         # the first steps warm up and record the graph, and may wait
@@ -229,7 +230,7 @@ def test_a_checkpoint_is_restored_under_a_recorded_graph(name):
     """A checkpoint is loaded in place: the recorded graph continues with the restored state."""
     case = CASES[name]
     buffer, experience = filled(case)
-    in_graph = compiled_step(buffer, "reduce-overhead")
+    in_graph = compiled_step(buffer, "reduce-overhead", buffer.sampler.writes_in_graphs)
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
         in_graph(experience.take(4).to(DEVICE))

@@ -51,6 +51,8 @@ def device(emulated):
 def on_device(count, first=0, ndim=1):
     data = random_rows(count, first=first)
     if ndim == 2:
+        # an episode ends in both columns
+        data["next", "done"] |= data["number"].unsqueeze(1) % 10 == 8
         data = data.reshape(-1, 2).transpose(0, 1)
     return data.to("emulated")
 
@@ -89,11 +91,11 @@ def waits(device, buffer):
 @pytest.mark.parametrize("ndim", slow_but([2], [1, 2]))
 @both_buffers
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_host_waits_at_most_twice_for_a_write_and_once_for_a_draw_with_its_update(name, compilable, ndim, device):
+def test_the_host_waits_at_most_once_for_a_write_and_for_a_draw_with_its_update(name, compilable, ndim, device):
     """Beyond the waits of TorchRL's uniform buffer."""
     write, cycle = waits(device, filled(SAMPLERS[name](), compilable, ndim))
     uniform = waits_of_torchrl(device, ndim)
-    assert write <= uniform[0] + 2
+    assert write <= uniform[0] + 1
     assert cycle <= uniform[1] + 1
 
 
@@ -103,7 +105,11 @@ def test_the_host_never_waits_while_a_graph_is_captured(name, device):
     data = on_device(CHUNK, SIZE)
     device.reset()
     with device.capturing():
-        buffer.extend(data)
+        if buffer.sampler.writes_in_graphs:
+            buffer.extend(data)
+        else:
+            with pytest.raises(RuntimeError, match="a write on emulated:0 cannot be part of a graph"):
+                buffer.extend(data)
         learn(buffer)
     assert not device.waits
 
@@ -187,19 +193,13 @@ def test_if_all_priorities_are_0_an_accelerator_draws_rows_of_weight_0_or_raises
 
 @both_buffers
 @pytest.mark.parametrize("name", ["reaper", "slices"])
-def test_too_many_trajectories_are_counted_on_an_accelerator_or_raise_with_validate(name, compilable, device):
+def test_too_many_trajectories_raise_on_an_accelerator(name, compilable, device):
     data = random_rows(12)
     data["next", "done"][:] = False
     data["collector", "traj_ids"] = torch.arange(12) % 4
-    for validate in (False, True):
-        validate_on_accelerators(validate)
-        buffer = make(SAMPLERS[name](episodes=Episodes(num_streams=2)), compilable)
-        if validate:
-            with pytest.raises(ValueError, match="num_streams=2"):
-                buffer.extend(data.to("emulated"))
-        else:
-            buffer.extend(data.to("emulated"))
-            assert buffer.sampler.stats()["interrupted"] > 0
+    buffer = make(SAMPLERS[name](episodes=Episodes(num_streams=2)), compilable)
+    with pytest.raises(ValueError, match="num_streams=2"):
+        buffer.extend(data.to("emulated"))
 
 
 def test_a_write_from_the_cpu_tells_its_place_without_a_wait(device):

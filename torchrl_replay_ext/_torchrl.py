@@ -33,7 +33,7 @@ from torchrl.data.replay_buffers import (
     Transition,
 )
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, to_device
 
 
 def length(storage: Any) -> int:
@@ -245,7 +245,7 @@ def set_columns(storage: Any, cursor: Any, data: Any, *, set_cursor: bool = True
         storage._set_last_cursor(cursor)
         storage._get_new_len(data, cursor)
     for column, row in pairs:
-        column[cursor] = row if row.device == column.device else row.to(column.device)
+        column[cursor] = to_device(row, column.device)
     storage._bump_mutation_revision()
     return True
 

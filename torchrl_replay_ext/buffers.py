@@ -121,7 +121,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
     (``mode="reduce-overhead"``, or tensordict's ``CudaGraphModule``) the host never waits for the device. Outside
     graphs the buffer behaves like its base class.
 
-    * The first write must run outside the graph, because it sets up storage and sampler.
+    * The first write must run outside the graph, because it sets up storage and sampler. So must all writes with event
+      tables and, on accelerators, with ReaPER and slices.
     * A graph draws from torch's global generator (``torch.manual_seed``). It ignores the buffer's ``generator``, which
       cannot be traced.
     * A graph takes no locks. Do not let other threads write, sample or update while it runs. ``prefetch`` has no effect

@@ -72,6 +72,20 @@ def read(*values: Array | int) -> list[int]:
     return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else int(value) for value in values]
 
 
+def to_host(*values: Any) -> list[Any]:
+    """The values, of which tensors are on the CPU then; the host waits at most once for an accelerator."""
+    is_far = [isinstance(value, Tensor) and not value.is_cpu for value in values]
+    if not any(is_far):
+        return [*values]
+    parts = [value.reshape(-1).view(torch.uint8) for value, far in zip(values, is_far, strict=True) if far]
+    found = iter(torch.cat(parts).cpu().split([len(part) for part in parts]))
+    # copies, because the memory of numbers must be aligned
+    return [
+        next(found).clone().view(value.dtype).view(value.shape) if far else value
+        for value, far in zip(values, is_far, strict=True)
+    ]
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. The host waits only for copies to the CPU and from pinned memory."""
     if tensor.device == device:

@@ -5,10 +5,19 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+import torch
 
+from tests.emulated_device import EmulatedDevice
 from tests.kernels.implementations import KERNELS, WAYS, as_interpreted, as_operation, on_device
 from torchrl_replay_ext import kernels
 from torchrl_replay_ext.kernels import ops, reaper
+
+
+@pytest.fixture
+def accelerator():
+    """A device whose state is decided on the CPU."""
+    with EmulatedDevice("torchrl_replay_ext"):
+        yield torch.device("emulated")
 
 
 @pytest.fixture(params=WAYS)

@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
+from tests.emulated_device import EmulatedTensor
 from torchrl_replay_ext import Episodes, SumTree
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.slots import Slots
@@ -32,13 +34,20 @@ def as_operation(kernel, *arguments):
 
 
 def as_interpreted(kernel, *arguments):
-    kernel._on_cuda(*map(ops.as_tensor, arguments))
+    # the tensors of an emulated device hold their values on the CPU
+    here = [each.values if isinstance(each, EmulatedTensor) else each for each in map(ops.as_tensor, arguments)]
+    (kernel._on_cuda if has_launch(kernel) else kernel._on_cpu)(*here)
+
+
+def has_launch(kernel):
+    """Whether a kernel has a version for CUDA."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(kernel._operation.name(), "CUDA")
 
 
 def on_device(kernel, *arguments):
     """Run the kernel on the device, with copies of its arguments; on the CPU if it has no version for CUDA."""
     here = [*map(ops.as_tensor, arguments)]
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(kernel._operation.name(), "CUDA"):
+    if not has_launch(kernel):
         return kernel._on_cpu(*here)
     copies = {id(each): (each, each.cuda()) for each in here if isinstance(each, torch.Tensor)}
     kernel._operation(*[copies.get(id(each), (None, each))[1] for each in here])
@@ -77,8 +86,13 @@ def plainly(function, *arguments):
 plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
 
 
-def some_slots(size, lanes, assigned):
-    return Slots(Layout((size,) if assigned else (size // lanes, lanes), torch.device("cpu")))
+def some_slots(size, lanes, assigned, where="cpu"):
+    return Slots(Layout((size,) if assigned else (size // lanes, lanes), torch.device(where)))
+
+
+def on_cpu(state):
+    """A state whose arrays and tensors are tensors on the CPU."""
+    return tree_map(lambda each: ops.as_tensor(each).cpu() if hasattr(each, "shape") else each, state)
 
 
 def a_reader(lanes):

@@ -63,6 +63,6 @@ def test_the_command_runs_all_kernels(monkeypatch):
     monkeypatch.setattr(ops.Kernel, "__call__", record)
     for _, rb in ahead.buffers():
         ahead.use(rb)
-    # of failed writes, of conditions with context, and of an annealed alpha in graphs
-    rare = {"events.remove", "events.earlier", "tree.write_power"}
+    # of accelerators, of failed writes, of conditions with context, and of an annealed alpha in graphs
+    rare = {"episodes.apply", "events.remove", "events.earlier", "tree.write_power"}
     assert called == {kernel._name for kernel in KERNELS} - rare

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array
+from torchrl_replay_ext.compilation import Array, to_device
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
 from torchrl_replay_ext.core.write_observer import WriteObserver
-from torchrl_replay_ext.kernels.ops import Views, episodes_remove, episodes_update, episodes_write, reaper_reliability
+from torchrl_replay_ext.kernels.ops import (
+    Views,
+    episodes_apply,
+    episodes_remove,
+    episodes_update,
+    episodes_write,
+    reaper_reliability,
+)
 
 if TYPE_CHECKING:
     from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
@@ -20,9 +28,9 @@ if TYPE_CHECKING:
 _PAGE = SumTree.PAGE
 
 
-def _free_ids(size: int, device: torch.device | str | None) -> Tensor:
+def _free_ids(size: int) -> Tensor:
     """The ids 0..size-1 as a stack of free ids, whose last element is their number."""
-    return torch.arange(size + 1, device=device).to(torch.int32 if size < 2**31 else torch.int64)
+    return torch.arange(size + 1, device="cpu").to(torch.int32 if size < 2**31 else torch.int64)
 
 
 class EpisodeIndex(WriteObserver):
@@ -37,7 +45,9 @@ class EpisodeIndex(WriteObserver):
     * Assigned lanes, for several environments in one flat storage: the trajectory id determines the lane of a
       transition. Lanes take pages from a common pool and return them, so a lane may have any length.
 
-    All shapes are static, and no operation reads from an accelerator.
+    The episode and the position of a transition are decided on the CPU. Masses and what follows from them are on the
+    device of the storage. If it is an accelerator, it has copies of what draws and updates read, to which changes are
+    sent without waiting. All shapes are static.
 
     Args:
         slots: the generations of the slots, and the priority of new transitions.
@@ -53,18 +63,18 @@ class EpisodeIndex(WriteObserver):
         steps, size, device = layout.steps, layout.size, layout.device
         self.lanes = Lanes(layout, reader.num_streams)
         num_lanes, assigned = self.lanes.num_lanes, self.lanes.assigned
-        self._device, self._span, num_pages = device, steps, None
+        self._span, num_pages, self._is_copied = steps, None, device.type != "cpu"
         if assigned:
             blocks = -(-steps // _PAGE) + 2
             self._span = blocks * _PAGE
             num_pages = -(-steps // _PAGE) + 2 * num_lanes
-        self._pages = _free_ids(num_pages or 0, device)
+        self._free_pages = _free_ids(num_pages or 0)
         positions = num_lanes * self._span
         # the tree of the masses; unwritten slots point to the last block, which never has a page
         self._tree = SumTree(positions + (_PAGE if assigned else 0), num_pages=num_pages, device=device)
 
-        def full(count: int, value: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full((count,), value, dtype=dtype, device=device)
+        def full(count: int, value: int, dtype: torch.dtype = torch.int64, where: Any = "cpu") -> Tensor:
+            return torch.full((count,), value, dtype=dtype, device=where)
 
         narrow = torch.int32 if positions < 2**31 else torch.int64
         # the position of each slot; empty if it follows from the slot
@@ -79,21 +89,35 @@ class EpisodeIndex(WriteObserver):
         self._start = full(records + 1, 0, narrow)
         self._count = full(records + 1, 0, narrow)
         # the number of writes when the episode was last updated or ended; transitions written later are new
-        self._updated_at = full(records + 1, 0)
-        self._finished = full(records + 1, 0, torch.bool)
-        self._records = _free_ids(records, device)
+        self._updated_at = full(records + 1, 0, where=device)
+        self._finished = full(records + 1, 0, torch.bool, device)
+        self._records = _free_ids(records)
         # per lane: its unfinished episode (the extra record if there is none), sum, and offset of its next transition
         self._lane_episode = full(num_lanes, records)
-        self._lane_total = full(num_lanes, 0)
+        self._lane_total = full(num_lanes, 0, where=device)
         self._lane_next = full(num_lanes, 0)
+        # what was decided on the CPU, and what draws and updates read on their device: on the CPU the same tensors
+        self._pages = self._tree.pages.cpu()
+        self._decided = self._position, self._episode, self._start, self._pages
+        self._read = *(to_device(each, device) for each in self._decided[:3]), self._tree.pages
         # the arguments ``memory`` and ``arrays`` of kernels.episodes
-        self._memory = Views(self._lane_episode, self._lane_next, self._count, self._records, self._pages)
-        self._sums = Views(
-            *(self._tree.leaves, self._tree.nodes, self._tree.pages, self._tree.capacity),
-            *(self._position, num_lanes, self._span, self._lane_total),
-            *(self._episode, self._start, self._finished, self._updated_at),
-            *(self._episode_sums.leaves, self._episode_sums.nodes),
-        )
+        memory = self._lane_episode, self._lane_next, self._count, self._records, self._free_pages
+        # the first one stands for no changes
+        self._memory = Views(torch.empty(5, 0, dtype=torch.int64, device="cpu"), *memory)
+        tree, sums = self._tree, self._episode_sums
+        on_device = tree.leaves, tree.nodes, self._lane_total, self._finished, self._updated_at, sums.leaves, sums.nodes
+        self._sums = self._arguments(self._read, on_device)
+        nothing = [torch.empty(0, dtype=each.dtype, device="cpu") for each in on_device]
+        self._sums_on_host = self._arguments(self._decided, nothing)
+        # a priority and a number of writes, where the loop on the CPU needs none
+        self._unused = torch.zeros(1, dtype=torch.float64, device="cpu"), full(1, 0)
+
+    def _arguments(self, decided: Sequence[Tensor], on_device: Sequence[Tensor]) -> Views:
+        """The argument ``arrays`` of kernels."""
+        position, episode, start, pages = decided
+        leaves, nodes, lane_total, finished, updated_at, *totals = on_device
+        lanes = position, self.lanes.num_lanes, self._span, lane_total
+        return Views(leaves, nodes, pages, self._tree.capacity, *lanes, episode, start, finished, updated_at, *totals)
 
     def largest_total(self) -> int:
         """The largest sum of the masses of an episode."""
@@ -107,7 +131,7 @@ class EpisodeIndex(WriteObserver):
             # the position of the transition in its episode does not change
             self.update(slots, self._slots.largest, stays_new=True)
         else:
-            self.append(slots, self._slots.largest, marks, finished)
+            self.append(rows.slots_on_host, self._slots.largest, marks, finished)
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest first.
@@ -118,9 +142,25 @@ class EpisodeIndex(WriteObserver):
 
     def _remove(self, slots: Tensor, *, stops: bool) -> None:
         """Remove ``slots`` [n]. ``stops``: end all unfinished episodes; for reliability they stay unfinished."""
-        episodes_remove(slots.contiguous(), stops, *self._memory(), *self._sums())
+        if not self._is_copied:
+            episodes_remove(slots.contiguous(), stops, *self._memory(), *self._sums())
+        else:
+            changes = torch.empty(5, len(slots), dtype=torch.int64, device="cpu")
+            episodes_remove(slots.cpu(), stops, changes, *self._memory()[1:], *self._sums_on_host())
+            self._send_changes(changes, len(slots), self._slots.largest)
         if stops:
             self.lanes.end_all()
+
+    def _send_changes(self, changes: Tensor, num_removed: int, d: Tensor) -> None:
+        """Make the changes on an accelerator."""
+        if changes.shape[1]:
+            sent = to_device(changes, d.device)
+            episodes_apply(sent, num_removed, d, self._slots.num_writes, *self._sums())
+
+    def _send(self) -> None:
+        """Send all that was decided to an accelerator."""
+        for own, decided in zip(self._read, self._decided, strict=True):
+            own.copy_(decided)
 
     def before_full_overwrite(self) -> None:
         """Remove all content and end all episodes before a write of more rows than slots."""
@@ -131,7 +171,7 @@ class EpisodeIndex(WriteObserver):
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         Args:
-            slots: int64 [n], distinct.
+            slots: int64 [n], distinct, on the CPU.
             d: the priority of each new transition, float64 [1]; its mass is that of :meth:`SumTree.to_mass`.
             marks: the ends and beginnings of episodes, and the trajectory ids.
             finished: bool [n]; where an episode ends, whether reliability treats it as finished.
@@ -139,8 +179,14 @@ class EpisodeIndex(WriteObserver):
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        rows = finished, d, self._slots.num_writes
-        self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
+        if not self._is_copied:
+            rows = finished, d, self._slots.num_writes
+            self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
+            return
+        changes = torch.empty(5, 2 * len(slots), dtype=torch.int64, device="cpu")
+        rows = finished, *self._unused, changes
+        self.lanes.write(episodes_write, slots, marks, *rows, *self._memory()[1:], *self._sums_on_host())
+        self._send_changes(changes, len(slots), d)
 
     def update(self, slots: Tensor, d: Tensor, *, stays_new: bool = False) -> None:
         """Set the masses of ``slots`` [n]. Slots that are out of range or empty are skipped.
@@ -199,7 +245,7 @@ class EpisodeIndex(WriteObserver):
             **self.lanes.tensors(),
         }
         if self.lanes.assigned:
-            state |= {"position": self._position, "page_table": self._tree.pages, "pages": self._pages}
+            state |= {"position": self._position, "page_table": self._pages, "pages": self._free_pages}
         return {f"episodes_{name}": tensor for name, tensor in state.items()}
 
     def raise_numbers(self, last: int) -> None:
@@ -208,6 +254,7 @@ class EpisodeIndex(WriteObserver):
 
     def rebuild(self) -> None:
         """Recompute the trees after their leaves were overwritten, and end episodes that do not continue."""
+        self._send()
         self._tree.rebuild_()
         self._episode_sums.rebuild_()
         # a resumed run begins new episodes
@@ -220,13 +267,14 @@ class EpisodeIndex(WriteObserver):
 
     def _clear_content(self) -> None:
         self._tree.clear_()
-        self._tree.pages.fill_(len(self._pages) - 1)
+        self._pages.fill_(len(self._free_pages) - 1)
         self._position.fill_(self.lanes.num_lanes * self._span)
         zeros = [self._episode_sums.leaves, self._start, self._count, self._updated_at, self._finished]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
         for field in (self._episode, self._lane_episode):
             field.fill_(self._none)
-        for free in (self._records, self._pages):
-            free.copy_(torch.arange(len(free), device=self._device))
+        for free in (self._records, self._free_pages):
+            free.copy_(torch.arange(len(free), device="cpu"))
         self._episode_sums.rebuild_()
+        self._send()

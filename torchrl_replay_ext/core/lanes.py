@@ -52,22 +52,22 @@ class Lanes:
     warning is issued once, unless the row is marked as the first of its episode. An interrupted trajectory may go on,
     but it is an error if it interrupts a trajectory that interrupted another one: there are too few lanes.
 
+    The state is on the CPU, where the rows of a write are assigned one after the other.
+
     Args:
-        layout: the slots. On accelerators interruptions are only counted, as in graphs, unless
-            ``layout.validate``.
+        layout: the slots.
         num_streams: number of environments that write to flat storage; from 2 on, lanes are assigned. Default: 1.
     """
 
     def __init__(self, layout: Layout, num_streams: int = 1):
-        self._layout, device = layout, layout.device
         self.assigned = len(layout.shape) == 1 and num_streams > 1
         self.num_lanes = num_streams if self.assigned else layout.slots_per_step
         # see lanes_layout
-        self._state = torch.zeros(4, self.num_lanes, dtype=torch.int64, device=device)
+        self._state = torch.zeros(4, self.num_lanes, dtype=torch.int64, device="cpu")
         # number of episodes that were interrupted by a row that is not marked as the first of its episode
-        self.interrupted = torch.zeros(1, dtype=torch.int64, device=device)
-        self._result = torch.zeros(2, dtype=torch.int64, device=device)
-        nothing = (torch.empty(0, dtype=kind, device=device) for kind in (torch.int64, torch.bool))
+        self.interrupted = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._result = torch.zeros(2, dtype=torch.int64, device="cpu")
+        nothing = (torch.empty(0, dtype=kind, device="cpu") for kind in (torch.int64, torch.bool))
         self._views = Views(self._state, self.interrupted, self._result, *nothing)
         self._warned = False
         self.clear_()
@@ -77,14 +77,14 @@ class Lanes:
 
         Args:
             kernel: begins with :func:`torchrl_replay_ext.kernels.lanes.assign`.
-            slots: int64 [n], distinct, in the order of writing.
-            marks: the ends and beginnings of episodes, and the trajectory ids.
+            slots: int64 [n], distinct, in the order of writing, on the CPU.
+            marks: the ends and beginnings of episodes, and the trajectory ids, on the CPU.
             *arguments: the other arguments of the kernel.
 
         Raises:
             ValueError: if there are more simultaneous trajectories than lanes. Nothing is changed then.
         """
-        can_raise = not is_traced() and (slots.is_cpu or self._layout.validate)
+        can_raise = not is_traced()
         strictness = UNCHECKED if not can_raise else CHECKED if self._warned else CAREFUL
         state, interrupted, result, no_numbers, no_marks = self._views()
         trajectory = no_numbers if marks.trajectory is None else marks.trajectory

@@ -76,9 +76,9 @@ class Layout(NamedTuple):
         """Number of slots."""
         return math.prod(self.shape)
 
-    def slots_from(self, step: int, count: int) -> Tensor:
-        """The next ``count`` slots of the ring from ``step`` on, int64 [count]."""
-        return (step * self.slots_per_step + torch.arange(count, device=self.device)) % self.size
+    def slots_from(self, step: int, count: int, device: torch.device | str | None = None) -> Tensor:
+        """The next ``count`` slots of the ring from ``step`` on, int64 [count]; ``device``: by default the layout's."""
+        return (step * self.slots_per_step + torch.arange(count, device=device or self.device)) % self.size
 
 
 def require_capacity(call: str, shape: tuple[int, ...], max_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,17 @@ class RingWrite(NamedTuple):
     """Where a write lies in the ring.
 
     Args:
-        slots_as_index: its slots as a slice or NumPy array where values can be read, see
+        slots: its slots, int64 [n]; on the CPU if the order of the writes matters.
+        slots_as_index: the same slots as a slice or NumPy array where values can be read, see
             :func:`~torchrl_replay_ext.core.layout.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
         expected: the step after the last one that was seen; -1 before the first write.
         cursor: the step that the buffer's writer fills next; -1 without a round-robin writer.
+        columns: entries of its rows that were read ahead, as arrays [n]. Default: None.
     """
 
+    slots: Tensor
     slots_as_index: Array
     first: int
     last: int
@@ -34,6 +37,7 @@ class RingWrite(NamedTuple):
     largest: int
     expected: int
     cursor: int
+    columns: dict[Any, Array] | None = None
 
 
 class Slots:
@@ -230,24 +234,24 @@ class Slots:
 
     # --- the ring
 
-    def locate(self, slots: Tensor, cursor: int | Tensor | None) -> RingWrite:
+    def locate(self, slots: Tensor, seen: int | Tensor = -1, cursor: int | Tensor = -1) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring.
 
         Args:
-            slots: int64 [n].
-            cursor: see :class:`RingWrite`. None: the order of the writes does not matter.
+            slots: see :class:`RingWrite`.
+            seen: the last step that was seen. Default: -1, the order of the writes does not matter.
+            cursor: see :class:`RingWrite`. Default: -1.
         """
         lanes, index = self.layout.slots_per_step, as_index(slots)
-        seen, cursor = (-1, -1) if cursor is None else (self.last_seen_step, cursor)
         if isinstance(index, slice):
             numbers = index.start, index.stop - 1, index.start, index.stop - 1, seen, cursor
         elif isinstance(index, np.ndarray):
             numbers = index[0], index[-1], index.min(), index.max(), seen, cursor
         else:
-            numbers = read(slots[0], slots[-1], *torch.aminmax(slots), seen, cursor)
+            numbers = *read(slots[0], slots[-1], *torch.aminmax(slots)), seen, cursor
         first, last, smallest, largest, seen, cursor = map(int, numbers)
         expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
-        return RingWrite(index, first // lanes, last // lanes, smallest, largest, expected, cursor)
+        return RingWrite(slots, index, first // lanes, last // lanes, smallest, largest, expected, cursor)
 
     def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
         """True if a write of ``slots`` [n] changed stored rows in place: the buffer's writer has not written them."""

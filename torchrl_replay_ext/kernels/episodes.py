@@ -17,6 +17,11 @@ from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
 from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS, UNIT
 
 _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
+# The rows of ``changes``: a slot, its position before a removal or after it was added, or -1, and its record; the new
+# page of the block of the position, or -1; and the first position of the record after all removals, or marks.
+SLOT, POSITION, RECORD, PAGE, REST = range(5)
+# the marks of a transition: its episode begins or ends with it, and is then finished
+BEGINS, ENDS, FINISHED = 1, 2, 4
 
 
 class Episodes(NamedTuple):
@@ -93,28 +98,67 @@ def position_of_slot(slot, position_of, num_lanes, span):
 
 
 @part
-def _remove(slot, memory, e):
-    """Remove the transition in ``slot``, if there is one, from all sums."""
+def _remove(slot, entry, changes, memory, e):
+    """Find what the removal of the transition in ``slot`` changes; no position if there is no transition."""
     none, record = e.start_of.shape[0] - 1, np.int64(e.episode[slot])
+    changes[POSITION, entry] = -1
     if record < 0 or record >= none:
         return
     position = position_of_slot(slot, e.position_of, e.num_lanes, e.span)
-    lane = _lane_of(position, e.span, e.lane_total)
-    change = put(e.leaves, e.nodes, e.pages, e.capacity, position, np.int64(0))
-    e.totals[record] += change
-    e.lane_total[lane] += change
+    lane = _lane_of(position, e.span, memory.lane_episode)
     memory.count[record] -= 1
     e.start_of[record] = lane * e.span + (position - lane * e.span + 1) % e.span
-    e.episode[slot] = none
-    if e.position_of.shape[0] > 0:
-        e.position_of[slot] = e.num_lanes * e.span
-        if position & _LAST_OF_PAGE == _LAST_OF_PAGE:
-            block = position >> PAGE_BITS
-            _give_back(memory.free_pages, e.pages[block])
-            e.pages[block] = memory.free_pages.shape[0] - 1
+    page = -1
+    if e.position_of.shape[0] > 0 and position & _LAST_OF_PAGE == _LAST_OF_PAGE:
+        _give_back(memory.free_pages, e.pages[position >> PAGE_BITS])
+        page = memory.free_pages.shape[0] - 1
     if memory.count[record] == 0 and memory.lane_episode[lane] != record:
         _give_back(memory.free_records, record)
-    refresh_maximum(e.totals, e.maxima, none + 1, record)
+    changes[SLOT, entry], changes[POSITION, entry], changes[RECORD, entry] = slot, position, record
+    changes[PAGE, entry] = page
+
+
+@part
+def _add_to_sums(change, position, record, e):
+    e.totals[record] += change
+    e.lane_total[_lane_of(position, e.span, e.lane_total)] += change
+
+
+@part
+def _apply(changes, num_removed, mass, now, e):
+    none, has_masses = e.start_of.shape[0] - 1, e.leaves.shape[0] > 0
+    # in fixed lanes, the positions of the rows that are removed by a write get new masses below
+    is_replaced = e.position_of.shape[0] == 0 and num_removed < changes.shape[1]
+    for k in range(num_removed if has_masses else 0):
+        position = changes[POSITION, k]
+        if position >= 0 and is_replaced:
+            _add_to_sums(-e.leaves[position], position, changes[RECORD, k], e)
+        elif position >= 0:
+            change = put(e.leaves, e.nodes, e.pages, e.capacity, position, np.int64(0))
+            _add_to_sums(change, position, changes[RECORD, k], e)
+    # after all removals, which need the pages before; the last one of a record comes last
+    for k in range(changes.shape[1]):
+        slot, position, record = changes[SLOT, k], changes[POSITION, k], changes[RECORD, k]
+        if position < 0:
+            continue
+        is_removed = k < num_removed
+        e.episode[slot] = none if is_removed else record
+        if e.position_of.shape[0] > 0:
+            e.position_of[slot] = e.num_lanes * e.span if is_removed else position
+            if changes[PAGE, k] >= 0:
+                e.pages[position >> PAGE_BITS] = changes[PAGE, k]
+        if is_removed or changes[REST, k] & BEGINS:
+            e.start_of[record] = changes[REST, k] if is_removed else position
+        if has_masses and not is_removed:
+            if changes[REST, k] & BEGINS:
+                e.updated_at[record], e.is_finished[record] = 0, False
+            if changes[REST, k] & ENDS:
+                e.updated_at[record], e.is_finished[record] = now, changes[REST, k] & FINISHED > 0
+            put(e.leaves, e.nodes, e.pages, e.capacity, position, mass)
+            _add_to_sums(mass, position, record, e)
+    for k in range(changes.shape[1] if has_masses else 0):
+        if changes[POSITION, k] >= 0:
+            refresh_maximum(e.totals, e.maxima, none + 1, changes[RECORD, k])
 
 
 @part
@@ -127,15 +171,25 @@ def _stop(lane, memory, e):
         _give_back(memory.free_records, record)
 
 
+@part
+def _note_starts(changes, num_removed, e):
+    for k in range(num_removed):
+        if changes[POSITION, k] >= 0:
+            changes[REST, k] = e.start_of[changes[RECORD, k]]
+
+
 @loop
 def write(
     lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
-    finished, d, num_writes, lane_episode, lane_next, count, free_records, free_pages, *arrays,
+    finished, d, num_writes, changes, lane_episode, lane_next, count, free_records, free_pages, *arrays,
 ):  # fmt: skip
     """Write new transitions with the same priority ``d`` [1] to ``slots`` [n], in order; they replace what was there.
 
     The arguments up to ``strictness`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. An episode that
     ended is ``finished`` [n] for reliability; ``num_writes`` [1] is the number of writes before this one.
+
+    If the masses are on an accelerator, the arrays of what depends on them are empty here, and ``changes`` [5, 2n] gets
+    the arguments of :func:`apply`. If not, it is empty.
     """
     lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
@@ -143,45 +197,63 @@ def write(
     ):
         return
     memory, e = Memory(lane_episode, lane_next, count, free_records, free_pages), Episodes(*arrays)
-    none, mass = e.start_of.shape[0] - 1, np.int64(math.ceil(d[0] * UNIT))
-    for row in range(slots.shape[0]):
-        slot, lane = slots[row], lane_of[row]
+    none, num_rows = e.start_of.shape[0] - 1, slots.shape[0]
+    if changes.shape[1] == 0:
+        changes = np.empty((5, 2 * num_rows), np.int64)
+    for row in range(num_rows):
+        slot, lane, added = slots[row], lane_of[row], num_rows + row
+        changes[POSITION, row] = changes[POSITION, added] = -1
         if slot < 0 or slot >= e.episode.shape[0] or lane < 0 or lane >= lane_episode.shape[0]:
             continue
-        _remove(slot, memory, e)
+        _remove(slot, row, changes, memory, e)
+        position, page = position_of_slot(slot, e.position_of, e.num_lanes, e.span), -1
         if e.position_of.shape[0] > 0:
             offset = lane_next[lane] % e.span
-            lane_next[lane] = offset + 1
-            e.position_of[slot] = lane * e.span + offset
+            lane_next[lane], position = offset + 1, lane * e.span + offset
             if offset & _LAST_OF_PAGE == 0:
-                e.pages[(lane * e.span + offset) >> PAGE_BITS] = _take(free_pages)
-        position = position_of_slot(slot, e.position_of, e.num_lanes, e.span)
+                page = _take(free_pages)
         if begins[row]:
             _stop(lane, memory, e)
             record = min(max(np.int64(_take(free_records)), 0), none - 1)
-            lane_episode[lane], e.start_of[record] = record, position
-            count[record], e.totals[record], e.updated_at[record], e.is_finished[record] = 0, 0, 0, False
+            lane_episode[lane], e.start_of[record], count[record] = record, position, 0
         record = min(max(lane_episode[lane], 0), none - 1)
-        put(e.leaves, e.nodes, e.pages, e.capacity, position, mass)
-        e.totals[record] += mass
-        e.lane_total[lane] += mass
         count[record] += 1
-        e.episode[slot] = record
-        refresh_maximum(e.totals, e.maxima, none + 1, record)
+        changes[SLOT, added], changes[POSITION, added], changes[RECORD, added] = slot, position, record
+        changes[PAGE, added] = page
+        changes[REST, added] = BEGINS * begins[row] | ENDS * ended[row] | FINISHED * finished[row]
         if ended[row]:
-            e.is_finished[record], e.updated_at[record] = finished[row], num_writes[0] + 1
             lane_episode[lane] = none
+    _note_starts(changes, num_rows, e)
+    _apply(changes, num_rows, np.int64(math.ceil(d[0] * UNIT)), num_writes[0] + 1, e)
 
 
 @loop
-def remove(slots, stops, lane_episode, lane_next, count, free_records, free_pages, *arrays):
-    """Remove the transitions in ``slots`` [n]; if ``stops``, unfinished episodes do not continue."""
+def remove(slots, stops, changes, lane_episode, lane_next, count, free_records, free_pages, *arrays):
+    """Remove the transitions in ``slots`` [n]; if ``stops``, unfinished episodes do not continue.
+
+    ``changes`` [5, n] as for :func:`write`, or empty.
+    """
     memory, e = Memory(lane_episode, lane_next, count, free_records, free_pages), Episodes(*arrays)
+    if changes.shape[1] == 0:
+        changes = np.empty((5, slots.shape[0]), np.int64)
     for row in range(slots.shape[0]):
+        changes[POSITION, row] = -1
         if 0 <= slots[row] < e.episode.shape[0]:
-            _remove(slots[row], memory, e)
+            _remove(slots[row], row, changes, memory, e)
     for lane in range(lane_episode.shape[0] if stops else 0):
         _stop(lane, memory, e)
+    _note_starts(changes, slots.shape[0], e)
+    _apply(changes, slots.shape[0], np.int64(0), np.int64(0), e)
+
+
+@loop
+def apply(changes, num_removed, d, num_writes, *arrays):
+    """Apply the changes of a write, or of a removal, that the loop on the host has found.
+
+    The first ``num_removed`` of ``changes`` [5, n] are transitions that are removed, the others are added. For the rows
+    of ``changes`` see :data:`SLOT`; changes without a position are skipped.
+    """
+    _apply(changes, num_removed, np.int64(math.ceil(d[0] * UNIT)), num_writes[0] + 1, Episodes(*arrays))
 
 
 @loop

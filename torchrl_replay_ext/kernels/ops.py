@@ -227,15 +227,22 @@ _ASSIGNED = (
 )
 
 episodes_write = Kernel(
-    "episodes.write", _ASSIGNED + "Tensor finished, Tensor d, Tensor num_writes, " + _MEMORY + _SUMS
+    "episodes.write",
+    _ASSIGNED + "Tensor finished, Tensor d, Tensor num_writes, Tensor(v!) changes, " + _MEMORY + _SUMS,
+    for_cuda=False,
 )
-episodes_remove = Kernel("episodes.remove", "Tensor slots, bool stops, " + _MEMORY + _SUMS)
+episodes_remove = Kernel(
+    "episodes.remove", "Tensor slots, bool stops, Tensor(v!) changes, " + _MEMORY + _SUMS, for_cuda=False
+)
+episodes_apply = Kernel("episodes.apply", "Tensor changes, int num_removed, Tensor d, Tensor num_writes, " + _SUMS)
 episodes_update = Kernel("episodes.update", "Tensor slots, Tensor d, Tensor number, " + _SUMS)
 
 slices_write = Kernel(
     "slices.write",
-    _ASSIGNED + "bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, Tensor(d!) rows, "
-    "Tensor(e!) run, Tensor(h!) firsts, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, int capacity",
+    _ASSIGNED + "Tensor(i!) changes, bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, "
+    "Tensor(d!) rows, Tensor(e!) run, Tensor(h!) firsts, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, "
+    "int capacity",
+    for_cuda=False,
 )
 slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leaves, Tensor(a!) slots, Tensor(b!) mask")
 

@@ -11,6 +11,17 @@ from torchrl_replay_ext.kernels.lanes import assign
 from torchrl_replay_ext.kernels.loop import loop, part
 from torchrl_replay_ext.kernels.tree import put
 
+# the rows of ``changes``
+START, MASS, FOLLOWED = range(3)
+
+
+@part
+def _set_mass(slot, mass, entry, changes, leaves, nodes, pages, capacity):
+    if entry < changes.shape[1]:
+        changes[START, entry], changes[MASS, entry] = slot, mass
+    else:
+        put(leaves, nodes, pages, capacity, slot, mass)
+
 
 @part
 def _may_begin(slot, firsts):
@@ -20,13 +31,16 @@ def _may_begin(slot, firsts):
 @loop
 def write(
     lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
-    is_padded, time, following, recent, rows, run, firsts, leaves, nodes, pages, capacity,
+    changes, is_padded, time, following, recent, rows, run, firsts, leaves, nodes, pages, capacity,
 ):  # fmt: skip
     """Write new transitions to ``slots`` [n], in order.
 
     The arguments up to ``strictness`` are those of :func:`torchrl_replay_ext.kernels.lanes.assign`. If ``is_padded``,
     slices may be shorter than the columns of ``recent``. They may begin at the transitions that ``firsts`` marks as the
     first ones of their episodes, or at all if it is empty.
+
+    ``changes`` [3, 0] is empty, or if the tree of the masses is on an accelerator, [3, 2n] gets what to change there:
+    slots of starts, in order, and their masses; and slots whose successors have changed. Other entries stay.
     """
     lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
@@ -40,19 +54,24 @@ def write(
             continue
         time[0] += (slot - time[0] - 1) % size + 1
         last = recent[lane, (rows[lane] - 1) % length]
-        following[slot] = slot
+        following[slot], before = slot, slot
         if not begins[row] and time[0] - last < size:
-            following[last % size] = slot
+            before = last % size
+            following[before] = slot
+        if changes.shape[1] > 0:
+            changes[FOLLOWED, 2 * row], changes[FOLLOWED, 2 * row + 1] = slot, before
         recent[lane, rows[lane] % length] = time[0]
         rows[lane] += 1
         run[lane] = 1 if begins[row] else run[lane] + 1
         if firsts.shape[0] > 0:
             firsts[slot] = begins[row]
-        put(leaves, nodes, pages, capacity, slot, 1 if is_padded and _may_begin(slot, firsts) else 0)
+        mass = 1 if is_padded and _may_begin(slot, firsts) else 0
+        _set_mass(slot, mass, 2 * row, changes, leaves, nodes, pages, capacity)
         oldest = recent[lane, rows[lane] % length]
         if not is_padded and run[lane] >= length and time[0] - oldest < size:
             start = min(oldest % size, capacity - 1)
-            put(leaves, nodes, pages, capacity, start, 1 if _may_begin(start, firsts) else 0)
+            mass = 1 if _may_begin(start, firsts) else 0
+            _set_mass(start, mass, 2 * row + 1, changes, leaves, nodes, pages, capacity)
         if ended[row]:
             run[lane] = 0
 

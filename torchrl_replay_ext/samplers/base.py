@@ -112,8 +112,6 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
     # False if draws do not depend on TD errors: update_priority does nothing then. If the class says so, TorchRL's
     # buffers pass it no TD errors
     takes_priorities = True
-    # True if writes in a graph have the same effect as outside of it
-    writes_in_graphs = True
     # read by TensorDictReplayBuffer for TD errors with more than one entry per transition
     reduction = "max"
 

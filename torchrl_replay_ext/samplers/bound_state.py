@@ -204,6 +204,11 @@ class BoundState(SlotState):
         """Called by the writer: give slots that were just written the priority of new transitions."""
         if is_traced():
             self._require_bound(storage)
+            if not self.writes_in_graphs:
+                raise RuntimeError(
+                    f"{self.owner}: a write on {self.layout.device} cannot be part of a graph, because the host finds "
+                    "the episodes; call extend outside of the graph."
+                )
             slots = to_device(flat_slots(self.owner, index, self.layout), self.layout.device)
             self._insert_rows(slots[-self.layout.size :], storage)
             if self._is_ordered:

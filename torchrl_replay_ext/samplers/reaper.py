@@ -61,9 +61,9 @@ class ReaPERSampler(PowerSampler):
       else the lane that was written to least recently, whose episode then stays ongoing. This is counted in
       :meth:`stats` and a warning is issued once, unless ``init_key`` marks the first transition of the new episode. It
       is an error if interrupted trajectories go on interrupting each other, because there are more than
-      ``episodes.num_streams``; on an accelerator and in graphs they are only counted. An unfinished episode goes on if
-      its id appears again, also if a new collector has restarted the ids; mark first transitions (TorchRL's
-      ``InitTracker``) to begin a new one.
+      ``episodes.num_streams``; in graphs they are only counted. An unfinished episode goes on if its id appears again,
+      also if a new collector has restarted the ids; mark first transitions (TorchRL's ``InitTracker``) to begin a new
+      one.
 
     Environments: a single environment, or one per column of a storage with ``ndim`` >= 2, needs no arguments. In flat
     storage, trajectory ids, which TorchRL's collectors write, identify the episodes of several environments. Flatten

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_choice, require_nested_keys
-from torchrl_replay_ext.compilation import Array
+from torchrl_replay_ext.compilation import Array, to_host
 from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.layout import Layout, require_capacity
 from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
@@ -124,6 +124,8 @@ class RowView:
         num_slots: number of slots of the storage.
         is_rewrite: True if the rows were stored before and changed in place (``rb.mark_update``). Only known if a part
             :attr:`~torchrl_replay_ext.core.write_observer.WriteObserver.needs_order`.
+        slots_on_host: the slots on the CPU, if a part needs their order.
+        known: on an accelerator, entries that were read ahead, see :func:`read_ahead`.
     """
 
     owner: str
@@ -132,12 +134,17 @@ class RowView:
     slots_as_index: Array
     num_slots: int
     is_rewrite: bool
+    slots_on_host: Tensor
+    known: dict[NestedKey, Array] | None = None
 
     def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
-        """One number per row of each entry, [n], as kernels take them; None for entries that are missing."""
+        """One number per row of each entry, [n], as loops on the CPU take them; None for entries that are missing."""
         found = _torchrl.entries_of(stored_tensordict(self.owner, self.storage), keys)
         # in NumPy it takes a third of the time
         in_numpy, columns = not isinstance(self.slots_as_index, Tensor), []
+        known = self.known
+        if known is not None and not known.keys() >= {*keys}:
+            _, known = read_ahead(self.storage, self.slots, keys)
         for key, column in zip(keys, found, strict=True):
             if column is None:
                 columns.append(None)
@@ -146,6 +153,8 @@ class RowView:
                 raise ValueError(
                     f"{self.owner}: the entry {key!r} has shape {shape}; one number per transition is needed."
                 )
+            elif known is not None:
+                columns.append(known[key])
             else:
                 # NumPy has no bfloat16
                 flat = column.numpy() if in_numpy and column.dtype != torch.bfloat16 else column
@@ -178,6 +187,34 @@ class RowView:
         if _torchrl.is_stacked(storage, key):
             return storage.take(self.slots, [key]).get(key).flatten(1)
         return self.require(key, why).reshape(self.num_slots, -1)[self.slots]
+
+
+def read_ahead(
+    storage: Any, slots: Tensor, keys: Sequence[NestedKey], *numbers: Tensor | int
+) -> tuple[list[Any], dict[NestedKey, Array]]:
+    """Read all that the host needs of a write to an accelerator; it waits at most once.
+
+    Args:
+        storage: the storage.
+        slots: int64 [n], on the accelerator; perhaps out of range.
+        keys: entries with one number per row.
+        *numbers: tensors, and numbers that need not be read.
+
+    Returns:
+        ``numbers`` on the CPU, and the entries as arrays [n]; None for those that are missing.
+    """
+    data, rows = _torchrl.stored_data(storage), []
+    found = _torchrl.entries_of(data, keys) if is_tensor_collection(data) else [None] * len(keys)
+    for column in found:
+        if column is not None:
+            column = column.reshape(-1)
+            column = column.index_select(0, slots.clamp(0, column.shape[0] - 1))
+            # NumPy has no bfloat16
+            column = column.float() if column.dtype == torch.bfloat16 else column
+        rows.append(column)
+    on_host = to_host(*numbers, *rows)
+    columns = [each if each is None else each.numpy() for each in on_host[len(numbers) :]]
+    return on_host[: len(numbers)], dict(zip(keys, columns, strict=True))
 
 
 Truncated = Literal["finished", "ongoing"]
@@ -232,6 +269,14 @@ class EpisodeReader:
             return False
         self.num_streams = lanes.shape[1]
         return True
+
+    @property
+    def keys(self) -> list[NestedKey]:
+        """The entries that are read."""
+        keys = [self._done_key, self._init_key]
+        if self._traj_key is not None:
+            keys.append(self._traj_key)
+        return keys if self.truncated == "finished" else [*keys, self.terminated_key]
 
     def read(self, rows: RowView, *, needs_ids: bool) -> EpisodeMarks:
         """Read the entries of ``rows``.

@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, where_int64
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, to_device, where_int64
 from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.core.sum_tree import SumTree
@@ -36,7 +36,8 @@ class SliceStarts(Follower):
 
     A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
     successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
-    Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`.
+    Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. The state is on the CPU. If the storage is on an
+    accelerator, draws read copies there, to which changes are sent without waiting.
 
     Args:
         slice_len: steps per slice.
@@ -70,21 +71,28 @@ class SliceStarts(Follower):
         num_lanes = self.lanes.num_lanes
 
         def full(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=self._device)
+            return torch.full(shape, value, dtype=torch.int64, device="cpu")
 
         # the successor of each slot, or the slot itself if there is none
-        self._next = torch.arange(size, device=self._device).to(torch.int32 if size < 2**31 else torch.int64)
+        self._next = torch.arange(size, device="cpu").to(torch.int32 if size < 2**31 else torch.int64)
         # Times count slots, so that time t is in slot t % size. The time of the last row, -1 before the first; and the
         # times of the newest rows of each lane: the n-th row of a lane is in column n % slice_len
         self._time, self._recent = full(1, value=-1), full(num_lanes, slice_len, value=_NEVER)
         # per lane: its number of rows, and the number of steps of its unfinished episode
         self._rows, self._run = full(num_lanes), full(num_lanes)
         # True for the first transition of each episode; empty if slices may begin anywhere
-        self._firsts = torch.zeros(size if self._starts_at == "episode" else 0, dtype=torch.bool, device=self._device)
+        self._firsts = torch.zeros(size if self._starts_at == "episode" else 0, dtype=torch.bool, device="cpu")
         # mass 1 where a slice may begin
         self.starts = SumTree(size, device=self._device)
+        # what draws read, on their device; on the CPU the successors are the same tensor
+        self._is_copied = self._device.type != "cpu"
+        self._drawn_next, self._drawn_newest = (
+            to_device(each, self._device) for each in (self._next, self._newest_rows())
+        )
+        tree = SumTree(1, device="cpu") if self._is_copied else self.starts
         state = self._time, self._next, self._recent, self._rows, self._run, self._firsts
-        self._views = Views(*state, self.starts.leaves, self.starts.nodes, self.starts.pages, size)
+        # the first one stands for no changes
+        self._views = Views(full(3, 0), self._pad, *state, tree.leaves, tree.nodes, tree.pages, size)
 
     # --- writes
 
@@ -93,43 +101,63 @@ class SliceStarts(Follower):
             rows.require(key, BEHAVIOUR)
         marks = self._reader.read(rows, needs_ids=self.lanes.assigned)
         if not rows.is_rewrite:
-            self.append(slots, marks)
+            self.append(rows.slots_on_host, marks)
 
     def append(self, slots: Tensor, marks: EpisodeMarks) -> None:
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
-        ``slots``, int64 [n], are consecutive in the ring. For ``marks`` and errors see
+        ``slots``, int64 [n] on the CPU, are consecutive in the ring. For ``marks`` and errors see
         :meth:`~torchrl_replay_ext.core.lanes.Lanes.write`.
         """
-        self.lanes.write(slices_write, slots, marks, self._pad, *self._views())
+        if not self._is_copied:
+            self.lanes.write(slices_write, slots, marks, *self._views())
+            return
+        changes = torch.full((3, 2 * len(slots)), -1, device="cpu")
+        self.lanes.write(slices_write, slots, marks, changes, *self._views()[1:])
+        followed = changes[2].clamp_min_(0)
+        sent = to_device(torch.cat([changes, self._next[followed].unsqueeze(0)]), self._device)
+        start, mass, followed, following = sent.unbind(0)
+        self._drawn_next.index_copy_(0, followed, following.to(self._next.dtype))
+        self.starts.write(start, mass)
+        self._drawn_newest.copy_(self._newest_rows(), non_blocking=True)
 
     def remove(self, slots: Tensor) -> None:
         """Remove ``slots`` [n], the oldest or the newest. Slices do not continue across the removed slots.
 
         In fixed lanes, unfinished episodes do not continue afterwards. In assigned lanes, the trajectory id decides.
         """
-        removed = torch.zeros_like(self._next, dtype=torch.bool).index_fill_(0, slots, True)
-        own = torch.arange(self._size, dtype=self._next.dtype, device=self._device)
+        removed = torch.zeros_like(self._next, dtype=torch.bool).index_fill_(0, slots.cpu(), True)
+        own = torch.arange(self._size, dtype=self._next.dtype, device="cpu")
         self._next.copy_(torch.where(removed | removed[self._next.to(torch.int64)], own, self._next))
-        self.starts.leaves[: self._size] = self._find_starts((self.starts.leaves[: self._size] > 0) & ~removed)
-        self.starts.rebuild_()
         self._recent.fill_(_NEVER)
+        self._set_starts((self.starts.leaves[: self._size] > 0).cpu() & ~removed)
         if not self.lanes.assigned:
             self.lanes.end_all()
 
     def before_full_overwrite(self) -> None:
-        self.remove(torch.arange(self._size, device=self._device))
+        self.remove(torch.arange(self._size, device="cpu"))
         self.lanes.end_all()
 
-    def _find_starts(self, stored: Tensor) -> Tensor:
-        """1 where slices may begin, else 0, int64 [size]. ``stored``: bool [size], the slot holds a transition."""
+    def _set_starts(self, stored: Tensor) -> None:
+        """Find all slots where slices may begin, and send the whole state. ``stored``: bool [size], on the CPU."""
         begins = stored & self._firsts if len(self._firsts) else stored.clone()
-        slots = torch.arange(self._size, device=self._device)
+        slots = torch.arange(self._size, device="cpu")
         for _ in range(0 if self._pad else self._slice_len - 1):
             following = gather_in_bounds(self._next, slots).to(torch.int64)
             begins &= following != slots
             slots = following
-        return begins.to(torch.int64)
+        self.starts.leaves[: self._size].copy_(begins)
+        self.starts.rebuild_()
+        self._send()
+
+    def _send(self) -> None:
+        if self._is_copied:
+            self._drawn_next.copy_(self._next)
+            self._drawn_newest.copy_(self._newest_rows())
+
+    def _newest_rows(self) -> Tensor:
+        """What :meth:`newest` reads: the times of the newest rows, the number of rows, and the time of the last row."""
+        return torch.cat([self._recent, self._rows.unsqueeze(1), self._time.expand_as(self._rows).unsqueeze(1)], 1)
 
     # --- draws
 
@@ -156,12 +184,12 @@ class SliceStarts(Follower):
         """
         slots = starts.new_empty(starts.shape[0], self._slice_len)
         mask = torch.empty_like(slots, dtype=torch.bool)
-        slices_walk(starts.contiguous(), self._next, self.starts.leaves, slots, mask)
+        slices_walk(starts.contiguous(), self._drawn_next, self.starts.leaves, slots, mask)
         return slots, mask
 
     def episode(self, slot: int) -> Tensor:
         """The slots of the stored transitions of an episode, int64 [n], in time order; ``slot``: one of them. O(N)."""
-        following, before = self._next.cpu().numpy(), np.arange(self._size)
+        following, before = self._next.numpy(), np.arange(self._size)
         (followed,) = (following != before).nonzero()
         before[following[followed]] = followed
         while before[slot] != slot:
@@ -179,10 +207,12 @@ class SliceStarts(Follower):
             lane has fewer transitions. A lane without transitions repeats the newest one of all lanes, or is left out
             in eager code if the number of streams was not passed.
         """
-        count = (self._time - self._recent < self._size).sum(1, keepdim=True)
+        newest = self._drawn_newest if self._is_copied else self._newest_rows()
+        recent, rows, time = newest.split((self._slice_len, 1, 1), 1)
+        count = (time - recent < self._size).sum(1, keepdim=True)
         step = torch.arange(self._slice_len, device=self._device)
-        place = (self._rows.unsqueeze(1) - count + step.minimum(count - 1)) % self._slice_len
-        times = where_int64(count > 0, self._recent.gather(1, place), self._time)
+        place = (rows - count + step.minimum(count - 1)) % self._slice_len
+        times = where_int64(count > 0, recent.gather(1, place), time)
         slots, mask = times % self._size, step < count
         if self._reader.is_fixed or not self.lanes.assigned or is_traced():
             return slots, mask
@@ -191,17 +221,18 @@ class SliceStarts(Follower):
     def is_followed(self, slots: Tensor) -> Tensor:
         """True where the next column of ``slots`` [n, k] is the successor, bool [n, k - 1]."""
         before, after = slots[:, :-1].reshape(-1), slots[:, 1:].reshape(-1)
-        return ((gather_in_bounds(self._next, before) == after) & (before != after)).view(slots.shape[0], -1)
+        return ((gather_in_bounds(self._drawn_next, before) == after) & (before != after)).view(slots.shape[0], -1)
 
     # --- state
 
     def clear(self) -> None:
-        self._next.copy_(torch.arange(self._size, device=self._device))
+        self._next.copy_(torch.arange(self._size, device="cpu"))
         self._time.fill_(-1)
         self._recent.fill_(_NEVER)
         for counter in (self._rows, self._run, self._firsts):
             counter.zero_()
         self.starts.clear_()
+        self._send()
         self.lanes.clear_()
         self._had_starts = False
 
@@ -213,8 +244,7 @@ class SliceStarts(Follower):
         return {f"slices_{name}": tensor for name, tensor in tensors.items()}
 
     def rebuild(self) -> None:
-        self.starts.leaves[: self._size] = self._find_starts(self._slots.generation > 0)
-        self.starts.rebuild_()
+        self._set_starts((self._slots.generation > 0).cpu())
         # a resumed run begins new episodes
         self.lanes.end_all()
 

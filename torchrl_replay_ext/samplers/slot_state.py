@@ -12,12 +12,12 @@ from torchrl.data.replay_buffers import Storage
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
-from torchrl_replay_ext.compilation import Array, is_traced, outside_inference_mode, to_device
+from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import Layout, as_index, out_of_range
 from torchrl_replay_ext.core.slots import RingWrite, Slots
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.core.write_observer import WriteObserver
-from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
+from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView, read_ahead
 
 
 class Follower(WriteObserver):
@@ -47,6 +47,8 @@ class SlotState(WriteObserver, ABC):
     slots: Slots
     # further state that takes in each write before this object does; allocate() sets it
     parts: Sequence[WriteObserver] = ()
+    # True if writes in a graph have the same effect as outside of it
+    writes_in_graphs = True
     # True once rows were written, or those of the storage were taken in: then the storage holds no unknown rows
     _knows_storage = False
 
@@ -69,6 +71,10 @@ class SlotState(WriteObserver, ABC):
     def _set_up_state(self, layout: Layout) -> None:
         """Allocate all state for the slots of ``layout``."""
         self.layout = layout
+        # on an accelerator the host finds the episodes of a write
+        self._is_on_cpu = layout.device.type == "cpu"
+        is_found_there = self._is_on_cpu or not self.episode_readers
+        self.writes_in_graphs = type(self).writes_in_graphs and is_found_there
         for hyperparameter in self.hyperparameters.values():
             hyperparameter.to(layout.counters, layout.device)
         self.slots = Slots(layout, **self._slots_arguments)
@@ -123,10 +129,20 @@ class SlotState(WriteObserver, ABC):
             IndexError: if a slot is out of range.
         """
         layout = self.layout
-        write = self.slots.locate(slots, _torchrl.next_step(storage) if self._is_ordered else None)
+        if not self._is_ordered:
+            write = self.slots.locate(slots)
+        else:
+            seen, cursor = self.slots.last_seen_step, _torchrl.next_step(storage)
+            if self._is_on_cpu:
+                write = self.slots.locate(slots, seen, cursor)
+            else:
+                keys = [key for reader in self.episode_readers for key in reader.keys]
+                there = to_device(slots, layout.device)
+                numbers, columns = read_ahead(storage, there, keys, slots, seen, cursor)
+                slots, write = there, self.slots.locate(*numbers)._replace(columns=columns)
         if write.smallest < 0 and len(layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
-            slots = slots[slots >= 0]
+            slots = write.slots[write.slots >= 0]
             if len(slots):
                 self._apply_write(slots, storage)
             return
@@ -134,40 +150,40 @@ class SlotState(WriteObserver, ABC):
             raise out_of_range(self.owner, write.smallest if write.smallest < 0 else write.largest, layout.shape)
         if slots.device != layout.device:
             slots = to_device(slots, layout.device)
-            write = write._replace(slots_as_index=as_index(slots))
+            if not self._is_ordered:
+                write = write._replace(slots_as_index=as_index(slots))
         is_first = not self._knows_storage and self.slots.is_empty
         self._knows_storage = True
         if is_first and storage is not None and _torchrl.length(storage) > slots.shape[0]:
             self._take_in_storage(storage, (write.last + 1) % layout.steps)
         elif self._is_ordered and self.slots.is_rewrite(slots, write):
-            self._insert_rows(slots, storage, write.slots_as_index, is_rewrite=True)
+            self._insert_rows(slots, storage, write, is_rewrite=True)
         else:
             self._append_rows(slots, write, storage)
 
     def _append_rows(self, slots: Tensor, write: RingWrite, storage: Storage | None) -> None:
         """Insert new rows, ``slots`` [n]. If n exceeds the number of slots, the first ones were overwritten."""
-        layout = self.layout
+        layout, size = self.layout, self.slots.size
         if self._is_ordered:
-            self._require_ring_order(slots, write)
+            self._require_ring_order(write)
             if write.expected not in (-1, write.first):
                 lost = (write.first - write.expected) % layout.steps
                 self._remove_all(layout.slots_from(write.expected, lost * layout.slots_per_step))
-        index, size = write.slots_as_index, self.slots.size
         if slots.shape[0] > size:
             # all earlier rows are overwritten, and also the first rows of this write
             for part in self._write_observers:
                 part.before_full_overwrite()
-            slots = slots[-size:]
-            index = as_index(slots)
-        self._insert_rows(slots, storage, index)
+            self._insert_rows(slots[-size:], storage)
+        else:
+            self._insert_rows(slots, storage, write)
         if self._is_ordered:
             # last, because the write may be rejected
             self.slots.last_seen_step.fill_(write.last)
 
-    def _require_ring_order(self, slots: Tensor, write: RingWrite) -> None:
+    def _require_ring_order(self, write: RingWrite) -> None:
         """Raise ValueError if the writer does not fill one slot of the ring after the other."""
         is_ring = isinstance(write.slots_as_index, slice)
-        is_ring = is_ring or torch.equal(slots, self.layout.slots_from(write.first, slots.shape[0]))
+        is_ring = is_ring or torch.equal(write.slots, self.layout.slots_from(write.first, len(write.slots), "cpu"))
         if not is_ring or write.cursor < 0:
             raise ValueError(
                 f"{self.owner}: slots must be written one after the other, by a buffer with a round-robin writer, the "
@@ -175,21 +191,26 @@ class SlotState(WriteObserver, ABC):
             )
 
     def _insert_rows(
-        self, slots: Tensor, storage: Storage | None, index: Array | None = None, *, is_rewrite: bool = False
+        self, slots: Tensor, storage: Storage | None, write: RingWrite | None = None, *, is_rewrite: bool = False
     ) -> None:
         """Insert the transitions in ``slots`` [n].
 
         Args:
             slots: int64 [n].
             storage: the storage.
-            index: the slots as :attr:`RingWrite.slots_as_index`. Default: None, derived from ``slots``.
+            write: where they lie in the ring. Default: None, unknown.
             is_rewrite: True if the rows were stored before and changed in place. Default: False.
         """
         if self.slots.within_buffer:
             self.slots.exclude(slots)
         if self._row_readers:
-            index = as_index(slots) if index is None else index
-            rows = RowView(self.owner, storage, slots, index, self.slots.size, is_rewrite)
+            if write is None:
+                is_read = self._is_ordered and not self._is_on_cpu and not is_traced()
+                on_host, columns = (slots.cpu(), {}) if is_read else (slots, None)
+                index = as_index(on_host)
+            else:
+                on_host, index, columns = write.slots, write.slots_as_index, write.columns
+            rows = RowView(self.owner, storage, slots, index, self.slots.size, is_rewrite, on_host, columns)
             inserted: list[WriteObserver] = []
             try:
                 for part in self._row_readers:

@@ -277,8 +277,10 @@ class EventTableWriter(CompilableWriter):
                 # not extend(), which moves the cursor to the device of the storage, for graphs
                 index = written = self._store(data)
                 events_write(*fill)
+            # samplers read the slots on the CPU without waiting
+            known = torch.from_numpy(slots) if data.ndim == 1 else written
             # TorchRL updates the priority of an added row with a number as the index
-            self._mark_update_entities(written[0] if as_number else written)
+            self._mark_update_entities(known[0] if as_number else known)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
             tables.undo(slots[slots >= 0], size)

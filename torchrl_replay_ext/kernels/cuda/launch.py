@@ -19,7 +19,7 @@ except ImportError as error:
 # rows that a thread block of a small write or update processes together
 _FEW = 32
 # Arguments that change from call to call: for a number that is 1 or a multiple of 16, Triton would compile a variant.
-_COUNTS = frozenset(("count", "num_smallest", "length"))
+_COUNTS = frozenset(("count", "num_smallest", "length", "num_removed"))
 
 
 def jit(function: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, within
+from torchrl_replay_ext.kernels.cuda.launch import in_blocks, jit
 from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 _BUCKETS, _DROPPED_BITS = tl.constexpr(BUCKETS), tl.constexpr(DROPPED_BITS)
@@ -31,21 +31,6 @@ def _move(bucket, top, slots, d, size, count, is_one: tl.constexpr, num_rows: tl
     found = tl.where(priority == priority, found, _NOWHERE)
     tl.store(bucket + slot, found, mask=(slot >= 0) & (slot < size))
     tl.store(top + 0 * rows, slot, mask=(rows == count - 1) & (priority < 0))
-
-
-@jit
-def _find(state, rank):
-    members, counts, size = state
-    exists = (rank >= 0) & (rank < tl.minimum(tl.load(counts), size))
-    return within(tl.load(members + rank, mask=exists, other=0), size)
-
-
-@jit
-def _rank_of(state, slot):
-    bucket, members, size = state
-    valid = (slot >= 0) & (slot < size)
-    stored = valid & (tl.load(bucket + slot, mask=valid, other=-1) >= 0)
-    return tl.load(members + size + slot, mask=stored, other=-1).to(tl.int64)
 
 
 def move(bucket, _place, _members, _start, _room, _counts, top, slots, d):
@@ -77,12 +62,16 @@ def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smal
 
 def find(members, _start, counts, size, rank, slot):
     """See the loop of the same name."""
-    for_each(_find, (members, counts, size), rank, slot)
+    found = members.index_select(0, rank.clamp(0, size - 1)).clamp(0, size - 1)
+    slot.copy_(torch.where((rank >= 0) & (rank < counts[:1]), found, 0))
 
 
 def rank_of(bucket, _place, members, _counts, slots, rank):
     """See the loop of the same name."""
-    for_each(_rank_of, (bucket, members, len(bucket)), slots, rank)
+    size = len(bucket)
+    inside = slots.clamp(0, size - 1)
+    is_stored = (inside == slots) & (bucket.index_select(0, inside) >= 0)
+    rank.copy_(torch.where(is_stored, members.index_select(0, size + inside), -1))
 
 
 def tabulate(cumulative, exponent, alpha, step):

@@ -50,16 +50,6 @@ def uniform(seed, number):
 
 
 @jit
-def _smallest(masses, omega, result, episodes, count, num_rows: tl.constexpr):
-    slot = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    mass = tl.load(masses + slot, mask=slot < count, other=0)
-    psi = mass.to(tl.float64) * power(_reliability(episodes, slot), tl.load(omega))
-    smallest = tl.min(tl.where(psi > 0, psi, float("inf")), axis=0)
-    # positive numbers have the order of their bits
-    tl.atomic_min(result, smallest.to(tl.int64, bitcast=True))
-
-
-@jit
 def _draw(
     seed, omega, masses, leaf, density, episodes, count, num_rows: tl.constexpr, num_tries: tl.constexpr,
     num_leaves: tl.constexpr,
@@ -118,10 +108,11 @@ def reliability(slots, result, *episodes):
 
 def smallest(masses, omega, result, *episodes):
     """See the loop of the same name."""
-    state = episodes_of(*episodes)
-    bits = result.fill_(math.inf).view(torch.int64)
-    count = min(len(masses), state.num_slots, len(state.generation))
-    in_blocks(_smallest, _SLOTS, count, masses, omega, bits, state)
+    slots = torch.arange(len(masses), device=masses.device)
+    factor = torch.empty(len(masses), dtype=torch.float64, device=masses.device)
+    reliability(slots, factor, *episodes)
+    psi = masses * factor**omega
+    result.copy_(torch.where(psi > 0, psi, math.inf).min())
 
 
 def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):

@@ -14,7 +14,7 @@ from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WIN
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
 _WINDOW = tl.constexpr(WINDOW)
-# The bits of a float32 that is not a number: larger than those of any number.
+# the bits of a float32 that is not a number
 _MARK = tl.constexpr(0x7F800001)
 # rows that are processed together
 _TOGETHER = 1024
@@ -140,19 +140,15 @@ def _update(
         # the bits of floats >= 0 are ordered like the floats
         bits = tl.load(kept_d + rows, mask=rows < count, other=0.0).to(tl.int32, bitcast=True)
         tl.atomic_max(d_bits + slot, bits, mask=slot >= 0)
+    tl.debug_barrier()
     for start in range(0, count, num_rows):
-        tl.debug_barrier()
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(kept + rows, mask=rows < count, other=-1)
-        priority = tl.load(kept_d + rows, mask=rows < count, other=0.0)
-        # of the rows with the largest priority of a slot, only the last one of the first rows leaves its mark
-        is_largest = (slot >= 0) & (tl.load(d + slot, mask=slot >= 0, other=0.0) == priority)
-        tl.debug_barrier()
-        tl.atomic_max(d_bits + slot, rows - start + _MARK, mask=is_largest)
-        tl.debug_barrier()
-        wins = is_largest & (tl.load(d_bits + slot, mask=is_largest, other=0) == rows - start + _MARK)
-        tl.store(kept + rows, tl.where(wins, slot, -1), mask=rows < count)
-        tl.store(kept_d + rows, tl.where(wins, priority, 0.0), mask=rows < count)
+        # one row of a slot gets its largest priority, the others get the mark that this row leaves
+        bits = tl.atomic_xchg(d_bits + slot, _MARK, mask=slot >= 0)
+        is_it = (slot >= 0) & (bits != _MARK)
+        tl.store(kept + rows, tl.where(is_it, slot, -1), mask=rows < count)
+        tl.store(kept_d + rows, tl.where(is_it, bits.to(tl.float32, bitcast=True), 0.0), mask=rows < count)
     tl.debug_barrier()
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)

@@ -1,0 +1,104 @@
+"""How many kernels eager code launches on an accelerator, and how often the host waits, both on an emulated device."""
+
+import pytest
+import torch
+
+from tests.data import buffer_with, random_rows
+from tests.emulated_device import EmulatedDevice, EmulatedTensor
+from torchrl_replay_ext import (
+    EventSpec,
+    EventTables,
+    EventTableSampler,
+    EventTableWriter,
+    ProportionalSampler,
+    RankBasedSampler,
+    ReaPERSampler,
+    RecencySampler,
+    TrajectoryRetraceSampler,
+)
+from torchrl_replay_ext.kernels import ops
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+SIZE, BATCH, CHUNK, COLUMNS = 240, 32, 8, 10
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """An emulated device that counts what the versions for CUDA of kernels launch, and runs the loops."""
+    device, call = EmulatedDevice("torchrl_replay_ext"), ops.Kernel.__call__
+
+    def copied(each):
+        return EmulatedTensor(each.values.clone()) if isinstance(each, EmulatedTensor) else each
+
+    def count_and_call(kernel, *arguments):
+        if isinstance(arguments[0], EmulatedTensor):
+            kernel._on_cuda(*map(copied, arguments))
+        operations = device.operations.copy()
+        call(kernel, *arguments)
+        device.operations = operations
+
+    def count(kernel, *_, **__):
+        device.operations[kernel.fn.__name__] += 1
+
+    monkeypatch.setattr(ops.Kernel, "__call__", count_and_call)
+    monkeypatch.setattr(JITFunction, "run", count)
+    with device:
+        yield device
+
+
+def tables():
+    lists = EventTables([EventSpec("end", ("next", "done"), 5)], capacity={"end": 60})
+    settings = {"min_size": 1, "priority": {"kind": "proportional"}}
+    sampler = EventTableSampler(lists, eta={"default": 0.5, "end": 0.5}, **settings)
+    return {"sampler": sampler, "writer": EventTableWriter(lists)}
+
+
+# The launches of a write of 8 rows, a sample of 32 rows and its update. A copy of each of 10 columns is part of the
+# first two.
+LAUNCHES = {
+    "proportional": (lambda: {"sampler": ProportionalSampler()}, 33, 13, 2),
+    "rank": (lambda: {"sampler": RankBasedSampler()}, 33, 62, 2),
+    "reaper": (lambda: {"sampler": ReaPERSampler()}, 39, 13, 3),
+    "recency": (lambda: {"sampler": RecencySampler()}, 38, 43, 0),
+    "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 41, 25, 1),
+    "event tables": (tables, 56, 93, 32),
+}
+
+
+def launched(device, function, *arguments):
+    """The result, and how many kernels were launched."""
+    device.reset()
+    return function(*arguments), sum(device.operations.values())
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_eager_calls_launch_few_kernels_and_only_a_write_waits_once(name, device):
+    make, *most = LAUNCHES[name]
+    parts = make()
+    buffer = buffer_with(parts.pop("sampler"), SIZE, compilable=True, device="emulated", batch_size=BATCH, **parts)
+    for first in range(0, SIZE + 60, 60):
+        buffer.extend(random_rows(60, first=first).to("emulated"))
+    data = random_rows(CHUNK).to("emulated")
+    assert len(list(buffer.storage[:1].keys(True, True))) == COLUMNS
+    _, write = launched(device, buffer.extend, data)
+    assert sum(device.waits.values()) == 1
+    buffer.sample()
+    batch, sample = launched(device, buffer.sample)
+    assert not device.waits
+    batch["td_error"] = torch.rand(BATCH, device="emulated")
+    _, update = launched(device, buffer.update_tensordict_priority, batch)
+    assert not device.waits
+    assert [write, sample, update] == most
+
+
+@pytest.mark.parametrize("make", [make for make, *_ in LAUNCHES.values()], ids=LAUNCHES)
+def test_columns_from_the_cpu_are_sent_without_waiting(make, device):
+    parts = make()
+    buffer = buffer_with(parts.pop("sampler"), SIZE, compilable=True, device="emulated", batch_size=BATCH, **parts)
+    buffer.extend(random_rows(60))
+    device.reset()
+    buffer.extend(random_rows(CHUNK))
+    assert not any("_torchrl.py" in place for _, place in device.waits)
