@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler, Sampler
 from torchrl.objectives import LossModule
 
@@ -78,14 +77,6 @@ def decouple(
         return critic_sampler
     with refusals(config.sampler["name"]):
         return ext.DecoupledSampler(critic_sampler, policy, noise_scale=noise_scale, **options)
-
-
-def require_frames(replay: TensorDictReplayBuffer) -> None:
-    """Raise RuntimeError if the storage could not store some frames. Compiled writes cannot raise it themselves."""
-    if lost := getattr(replay.storage, "lost_frames", 0):
-        raise RuntimeError(f"{lost} frames did not fit into the buffer: episodes are shorter than 8 steps on average")
-    if mismatched := getattr(replay.storage, "mismatched", 0):
-        raise RuntimeError(f"{mismatched} transitions were stored with wrong frames: they are not single steps")
 
 
 def actor_batches(replay: ext.CompilableReplayBuffer) -> Callable[[], TensorDictBase] | None:

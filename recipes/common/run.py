@@ -29,7 +29,7 @@ from recipes.common.errors import ConfigError, reason
 from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress
-from recipes.common.replay import PRIORITIZED, require_frames
+from recipes.common.replay import PRIORITIZED
 from recipes.common.schemas import DistributedRun
 from recipes.studies.curves import draw_runs, read_run
 from recipes.studies.figures import save
@@ -259,7 +259,6 @@ class Run:
             row["epsilon"] = config.learning.epsilon(self.env_steps)
             row |= {f"sampler/{key}": value for key, value in self._replay.stats().items()}
         else:
-            require_frames(self._replay)
             sampler: Any = self._replay.sampler
             if type(sampler) in PRIORITIZED:
                 numbers = sampler.stats().to_dict(convert_tensors=True)

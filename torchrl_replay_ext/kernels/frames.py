@@ -1,16 +1,14 @@
 """A loop that stores stacks of frames, each frame once.
 
-A row of a write has the k frames of its observation and the newest frame of the next observation. A *code* stands for a
-frame: the id of a stored one, or -1 - i for the i-th one of all rows. The arrays of the state:
+A row of a write has the k frames of its observation and the newest frame of the next observation. The arrays:
 
-* ``frames``: the bytes of all frames, as 8-byte integers if possible. The frame with id 0 is that of zeros.
-* ``ids``, int32 [slots, k + 1]: the frames of each slot. ``references``, int32 [frames]: how many ids refer to a frame.
-* ``free``, int32 [frames]: ids without references; the last element is their number.
-* ``streams``, int64 [3, streams]: of the trajectories that were written most recently the id, the slot of the last
-  transition, and its number among all written rows, from 1 on; 0 if there is none.
-* ``counts``, int64 [3]: new frames that found no place, rows whose stacks are not one step apart, and written rows.
-
-Loops stay in range whatever the arrays hold.
+* ``before``, ``after``, [n, k, words]: the stacks of the rows; bytes, as 8-byte integers if possible.
+* ``streams``, int64 [2, streams]: the ids of the trajectories that were written most recently, and when. ``last``,
+  [streams, k, words]: the newest stack of each. ``held``, int32 [streams, k]: the frames of this stack.
+* ``ids``, int32 [slots, k + 1]: the frames of each slot. ``references``, int32 [frames]: how often a frame is in
+  ``ids`` and ``held``. ``free``, int32 [frames]: the frames without references; the last element is their number.
+* ``frames``, [frames, words]: the frames; 0 is that of zeros. If ``places``, int64 [n · (k + 1)], is not empty, the
+  frames are on an accelerator: ``frames`` gets the new ones, one after the other, and ``places`` where they belong.
 """
 
 from __future__ import annotations
@@ -19,134 +17,104 @@ import numpy as np
 
 from torchrl_replay_ext.kernels.loop import loop, part
 
-# numbers that are compared at once
+# words that are compared at once
 _TOGETHER = 64
 
 
 @part
-def _within(number, count):
-    return min(max(np.int64(number), 0), count - 1)
-
-
-@part
-def _same(first, begin, second, other_begin, count):
-    """True if ``count`` numbers of two arrays are equal, from ``begin`` and ``other_begin`` on."""
-    for done in range(0, count, _TOGETHER):
+def _same(first, second):
+    for begin in range(0, first.shape[0], _TOGETHER):
         difference = 0
-        for j in range(done, min(done + _TOGETHER, count)):
-            difference |= first[begin + j] ^ second[other_begin + j]
+        for word in range(begin, min(begin + _TOGETHER, first.shape[0])):
+            difference |= first[word] ^ second[word]
         if difference != 0:
             return False
     return True
 
 
 @part
-def _find(code, before, after, frames, k, length):
-    """The array that holds a frame, and where the frame begins."""
-    row, number = (-1 - code) // (k + 1), (-1 - code) % (k + 1)
-    if code >= 0:
-        return frames, code * length
-    return (before, (row * k + number) * length) if number < k else (after, (row * k + k - 1) * length)
-
-
-@part
-def _is(code, other, before, after, frames, k, length):
-    first, begin = _find(code, before, after, frames, k, length)
-    second, other_begin = _find(other, before, after, frames, k, length)
-    return _same(first, begin, second, other_begin, length)
-
-
-@part
 def _stream_of(trajectory, streams):
     """The stream of ``trajectory``, or the one that was written to least recently."""
-    best = 0
+    oldest = 0
     for stream in range(streams.shape[1]):
-        if streams[0, stream] == trajectory and streams[2, stream] > 0:
+        if streams[0, stream] == trajectory:
             return stream
-        if streams[2, stream] < streams[2, best]:
-            best = stream
-    return best
+        if streams[1, stream] < streams[1, oldest]:
+            oldest = stream
+    return oldest
 
 
 @part
-def _exchange(by, slots, codes, ids, references, free):
-    """Add ``by`` to the references of ``codes``, and subtract it from those of the frames that ``slots`` hold.
-
-    Frames without references are put behind the free ones. Returns the number of free frames.
-    """
-    num_free = _within(free[-1], free.shape[0])
-    for code in codes:
-        if code >= 0:
-            references[code] += by
-    for i in range(codes.shape[0]):
-        slot = _within(slots[i // ids.shape[1]], ids.shape[0])
-        old = _within(ids[slot, i % ids.shape[1]], references.shape[0])
-        references[old] -= by
-        if references[old] == 0:
-            free[_within(num_free, free.shape[0] - 1)] = old
+def _release(names, references, free, num_free):
+    """Remove a reference to each frame of ``names``. Returns the number of free frames."""
+    for frame in names:
+        references[frame] -= 1
+        if references[frame] == 0:
+            free[num_free] = frame
             num_free += 1
     return num_free
 
 
 @loop
-def write(slots, before, after, trajectory, refuses, frames, ids, references, free, streams, counts, refused):
-    """Write the stacks ``before`` and ``after`` of n transitions to ``slots`` [n], in order.
+def write(slots, trajectory, before, after, streams, last, held, frames, ids, references, free, places):
+    """Store rows of the trajectories ``trajectory`` [n] in ``slots`` [n], distinct; an error changes no row or frame.
 
-    A frame is shared if it is equal to that of the last transition of its ``trajectory`` [n], to the frame before it,
-    or to that of zeros. If ``refuses``, no frame or row is written where ``counts`` would count one: ``refused`` [1] is
-    then the first row whose stacks are not one step apart, or n if there are too few free frames; otherwise -1.
+    A row that goes on from the newest stack of its trajectory has the frames of this stack. A frame that is equal to
+    the frame before it, or a first frame of zeros, is not stored again.
     """
-    size, width, num_frames = ids.shape[0], ids.shape[1], references.shape[0]
-    k, total, length = width - 1, slots.shape[0] * width, frames.shape[0] // num_frames
-    num_apart, num_new, codes = 0, 0, np.empty(total, np.int64)
-    last, slot, shared = np.int64(-1), np.int64(-1), np.int64(0)
-    refused[0] = slots.shape[0]
-    for row in range(slots.shape[0]):
-        begin = row * k * length
-        if not _same(before, begin + length, after, begin, (k - 1) * length):
-            num_apart += 1
-            refused[0] = min(refused[0], row)
-    for i in range(total):
-        row, number = i // width, i % width
-        if number == 0:
-            stream = _stream_of(trajectory[row], streams)
-            is_known = streams[0, stream] == trajectory[row] and streams[2, stream] > 0
-            # the last row of the trajectory, if it belongs to this write, and its slot
-            last = min(streams[2, stream] - counts[2] - 1, row - 1) if is_known else -1
-            slot = _within(streams[1, stream], size) if is_known else -1
-            streams[0, stream], streams[1, stream], streams[2, stream] = (
-                trajectory[row],
-                slots[row],
-                counts[2] + row + 1,
-            )
-        shared, previous = np.int64(0), codes[i - 1] if number > 0 else np.int64(0)
-        if number < k and last >= 0:
-            shared = codes[last * width + number + 1]
-        elif number < k and slot >= 0:
-            shared = _within(ids[slot, number + 1], num_frames)
-        codes[i] = -1 - i
-        for code in (shared, previous, np.int64(0)):
-            if _is(-1 - i, code, before, after, frames, k, length):
-                codes[i] = code
-                break
-        num_new += codes[i] == -1 - i
-    counts[2] += slots.shape[0]
-    num_free = _exchange(1, slots, codes, ids, references, free)
-    if refuses and (num_apart > 0 or num_new > num_free):
-        _exchange(-1, slots, codes, ids, references, free)
-        return
-    counts[0] += max(num_new - num_free, 0)
-    counts[1] += num_apart
-    for i in range(total):
-        code = codes[i]
-        if code < 0:
-            codes[i] = 0 if code == -1 - i else codes[-1 - code]
-        if code == -1 - i and num_free > 0:
-            num_free -= 1
-            codes[i] = _within(free[_within(num_free, free.shape[0] - 1)], num_frames)
-            array, begin = _find(code, before, after, frames, k, length)
-            for j in range(length):
-                frames[codes[i] * length + j] = array[begin + j]
-        references[codes[i]] += code < 0
-        ids[_within(slots[i // width], size), i % width] = codes[i]
-    free[-1], refused[0] = num_free, -1
+    count, k, now = slots.shape[0], last.shape[1], streams[1].max()
+    num_free, num_new, num_moved = np.int64(free[-1]), 0, np.int64(0)
+    stream_of, goes_on, is_new = np.empty(count, np.int64), np.ones(count, np.bool_), np.zeros((count, k + 1), np.bool_)
+    newest, blank = np.full(streams.shape[1], -1), np.zeros_like(last[0, 0])
+    for row in range(count):
+        for i in range(1, k):
+            if not _same(before[row, i], after[row, i - 1]):
+                raise ValueError(
+                    "FrameStackStorage: the next observation of a row is not its observation shifted by one frame. "
+                    "Frames must be stacked along the first dimension of an observation, the newest last, and "
+                    "transitions must be single steps."
+                )
+        stream = stream_of[row] = _stream_of(trajectory[row], streams)
+        streams[0, stream], streams[1, stream] = trajectory[row], now + 1 + row
+        for i in range(k):
+            known = last[stream, i] if newest[stream] < 0 else after[newest[stream], i]
+            goes_on[row] = goes_on[row] and _same(before[row, i], known)
+        newest[stream] = row
+        for i in range(k if goes_on[row] else 0, k + 1):
+            frame = before[row, i] if i < k else after[row, k - 1]
+            is_new[row, i] = not _same(frame, before[row, i - 1] if i > 0 else blank)
+            num_new += is_new[row, i]
+    # frames of streams are not freed with those of the slots
+    for slot in slots:
+        num_free = _release(ids[slot], references, free, num_free)
+    if num_new > num_free:
+        for slot in slots:
+            for frame in ids[slot]:
+                references[frame] += 1
+        raise RuntimeError(
+            "FrameStackStorage: stored transitions need all frames, because the trajectories are too short. Pass a "
+            "larger frame_capacity=; a trajectory of L steps needs L + 1 frames. If there are more than 64 "
+            "simultaneous trajectories, also pass episodes=Episodes(num_streams=<their number>)."
+        )
+    for row in range(count):
+        own, stream = ids[slots[row]], stream_of[row]
+        own[0] = 0
+        for i in range(k + 1):
+            own[i] = held[stream, i] if goes_on[row] and i < k else own[max(i - 1, 0)]
+            if is_new[row, i]:
+                num_free -= 1
+                own[i] = free[num_free]
+                target = np.int64(own[i])
+                if places.shape[0] > 0:
+                    target, num_moved = num_moved, num_moved + 1
+                    places[target] = own[i]
+                frames[target] = before[row, i] if i < k else after[row, k - 1]
+            references[own[i]] += 1
+        for frame in own[1:]:
+            references[frame] += 1
+        num_free = _release(held[stream], references, free, num_free)
+        held[stream] = own[1:]
+    for stream in range(streams.shape[1]):
+        if newest[stream] >= 0:
+            last[stream] = after[newest[stream]]
+    free[-1] = num_free

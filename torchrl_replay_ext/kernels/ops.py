@@ -294,6 +294,7 @@ events_draw = Kernel(
 
 frames_write = Kernel(
     "frames.write",
-    "Tensor slots, Tensor before, Tensor after, Tensor trajectory, bool refuses, Tensor(a!) frames, Tensor(b!) ids, "
-    "Tensor(c!) references, Tensor(d!) free, Tensor(e!) streams, Tensor(f!) counts, Tensor(g!) refused",
+    "Tensor slots, Tensor trajectory, Tensor before, Tensor after, Tensor(a!) streams, Tensor(b!) last, "
+    "Tensor(c!) held, Tensor(d!) frames, Tensor(e!) ids, Tensor(f!) references, Tensor(g!) free, Tensor(h!) places",
+    for_cuda=False,
 )

@@ -12,10 +12,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collecti
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
-from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
-from torchrl_replay_ext.core.frame_pool import FramePool
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import is_last_occurrence
 from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
+from torchrl_replay_ext.kernels.ops import frames_write
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
 _OWNER = "FrameStackStorage"
@@ -26,12 +26,18 @@ class FrameStackStorage(CompilableTensorStorage):
 
     Write and read transitions as with any other storage, with whole stacks at ``frame_key`` and ``("next",
     frame_key)``, [n, k, ...], the newest frame last. Gymnasium's ``FrameStackObservation`` and TorchRL's ``CatFrames``
-    (of frames with one channel) produce such stacks. The storage holds k + 1 frame ids per transition, and L + 1 frames
-    for an episode of L steps. A million transitions of four 84 x 84 bytes take 8 GB instead of 56. Reads return exactly
-    the bytes that were written: for any layout of environments, at the beginning and the end of episodes, and after the
-    ring has overwritten earlier steps. A frame is kept as long as a stored transition needs it.
+    (of frames with one channel) produce such stacks. A million transitions of four 84 x 84 bytes take 8 GB instead of
+    56. The two stacks of a sample are views of the same k + 1 frames: do not change them in place.
 
-    The two stacks of a sample are views of the same k + 1 frames: do not change them in place.
+    **What is shared.** A transition needs the k frames of its observation and the newest frame of the next one, and the
+    storage holds their k + 1 ids. If the observation is equal, byte by byte, to the next observation of the previous
+    transition of its trajectory, only the newest frame is new. Else the transition gets frames of its own, but none
+    that is equal to the frame before it. An episode of L steps takes L + 1 frames. Reads return exactly the bytes that
+    were written, for any layout of environments and after the ring has overwritten earlier steps: a frame is freed when
+    no stored transition needs it.
+
+    **On an accelerator** the frames are there, and their ids are counted on the CPU: the host waits in each write, and
+    writes cannot be part of a graph. On the CPU they can.
 
     Args:
         max_size: capacity, the number of transitions.
@@ -39,17 +45,17 @@ class FrameStackStorage(CompilableTensorStorage):
             small storages (5 times ``max_size`` up to 1024 transitions), which is enough for episodes of 8 steps on
             average. Memory for a frame is allocated when the frame is first needed.
         frame_key: entry with the observations. Default: ``"observation"``.
-        episodes: trajectory ids are used, if present, to find frames that are already stored; without ids, each row is
-            compared with the previous row. The last transitions of ``num_streams`` trajectories are remembered, 64 if
-            it is None. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
+        episodes: trajectory ids are used, if present, to find the previous transition; without ids, it is the previous
+            row. The last transitions of ``num_streams`` trajectories are remembered, 64 if it is None. Default: None,
+            as :class:`~torchrl_replay_ext.Episodes` says.
         device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
         KeyError: at a write, if stacks are missing.
         ValueError: at a write, if the stacks of a transition are not one step apart, or their shape or dtype differs
             from the stored stacks.
-        RuntimeError: at a write, if there is no space for new frames. In a graph such frames are replaced by zeros and
-            counted in ``lost_frames``; stacks that are not one step apart are counted in ``mismatched``.
+        RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator. Nothing is
+            changed after an error, except in a compiled step: it raises the same errors, but may be half done.
 
     Examples:
         >>> from torchrl.data import TensorDictReplayBuffer
@@ -74,15 +80,48 @@ class FrameStackStorage(CompilableTensorStorage):
     ):
         max_size = require_integer(_OWNER, "max_size", max_size)
         require_nested_keys(_OWNER, frame_key=frame_key)
-        episodes = require_episodes(_OWNER, episodes)
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
         self._frame_capacity = require_integer(_OWNER, "frame_capacity", frame_capacity, least=max_size)
-        self._num_streams = episodes.num_streams or 64
         self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
-        self._traj_key, self._done_key = episodes.traj_key, episodes.done_key
-        self._pool: FramePool | None = None
+        self._episodes = require_episodes(_OWNER, episodes)
+        # [k, ...], from the first write on
+        self._stack_shape: Any = None
         super().__init__(max_size, device=device)
+
+    @outside_inference_mode()
+    def _allocate(self, stacks: Tensor) -> None:
+        """Allocate memory for stacks like ``stacks`` [n, k, ...]; for the tensors see ``kernels/frames.py``."""
+        if self.device == "auto":
+            self.device = stacks.device
+        self._stack_shape, self._frame_dtype = tuple(stacks.shape[1:]), stacks.dtype
+        depth, num_streams = stacks.shape[1], self._episodes.num_streams or 64
+        count, bytes_of_frame = self._frame_capacity + num_streams * depth + 1, stacks[0, 0].numel() * stacks.itemsize
+        word = torch.uint8 if bytes_of_frame % 8 else torch.int64
+        # not initialised, so that the operating system allocates memory only as it is needed
+        self._words = torch.empty(count, bytes_of_frame // word.itemsize, dtype=word, device=self.device)
+        self._words[0] = 0
+        self._last = torch.zeros(num_streams, depth, self._words.shape[1], dtype=word, device="cpu")
+        self._streams = torch.zeros(2, num_streams, dtype=torch.int64, device="cpu")
+        sizes = (self.max_size, depth + 1), (num_streams, depth), (count,), (count,)
+        numbers = (torch.zeros(size, dtype=torch.int32, device="cpu") for size in sizes)
+        self._ids, self._held, self._references, self._free = numbers
+        # for reads; on the CPU the ids themselves
+        self._ids_there = self._ids.to(self.device)
+        self._count_references()
+
+    def _count_references(self) -> None:
+        """Count the references of ids that were set, and forget the trajectories."""
+        for tensor in (self._streams, self._last, self._held):
+            tensor.zero_()
+        self._ids_there.copy_(self._ids)
+        self._references.copy_(self._ids.view(-1).bincount(minlength=len(self._references)))
+        # the frame of zeros always stays
+        self._references[0] += 1 + self._held.numel()
+        # the lowest one is taken first
+        free = (self._references == 0).nonzero().squeeze(1).flip(0)
+        self._free[: len(free)] = free
+        self._free[-1] = len(free)
 
     def is_stacked(self, key: NestedKey) -> bool:
         """True if the entry ``key`` is a frame stack. Frame stacks are not stored as columns."""
@@ -90,100 +129,102 @@ class FrameStackStorage(CompilableTensorStorage):
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that the stored transitions need."""
-        return 0 if self._pool is None else self._pool.num_used
+        """Number of stored frames: of transitions, and of the newest stacks of trajectories."""
+        return 0 if self._stack_shape is None else len(self._free) - 1 - int(self._free[-1])
 
-    @property
-    def lost_frames(self) -> int:
-        """Number of frames that a graph could not store; reads return zeros for these frames."""
-        return 0 if self._pool is None else int(self._pool.counts[0])
-
-    @property
-    def mismatched(self) -> int:
-        """Number of transitions written by a graph with stacks not one step apart; their next observation is wrong."""
-        return 0 if self._pool is None else int(self._pool.counts[1])
-
-    def _stacks(self, data: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """The stacks [n, k, ...] of rows."""
-        for key in self._frame_keys:
-            if data.get(key, None) is None:
-                raise KeyError(
-                    f"{_OWNER}: the data has no entry {key!r} with stacked frames. The environment writes this entry; "
-                    "pass its name as frame_key=. Every write must contain all entries of the transitions."
-                )
-        before, after = (data.get(key) for key in self._frame_keys)
-        pool = self._pool if self.initialized else None
-        expected: Any = (tuple(before.shape), before.dtype)
-        if pool is not None:
-            expected = ((len(before), pool.num_stacked, *pool.shape), pool.dtype)
-        found = [(tuple(stacks.shape), stacks.dtype) for stacks in (before, after)]
-        if before.ndim < 3 or found != [expected] * 2:
-            raise ValueError(
-                f"{_OWNER}: the entries {self._frame_keys} are {found}; both must be stacks of frames [transitions, "
-                f"frames, ...], of the shape and dtype {expected}."
-            )
-        if pool is None:
-            self._make_pool(before.shape[1], before.flatten(0, 1))
-        return before, after
-
-    @outside_inference_mode()
-    def _make_pool(self, num_stacked: int, frames: Tensor) -> None:
-        """Make the pool for frames like ``frames`` [n, ...]."""
-        if self.device == "auto":
-            self.device = frames.device
-        kind: dict[str, Any] = {"num_stacked": num_stacked, "shape": tuple(frames.shape[1:]), "dtype": frames.dtype}
-        kind |= {"num_streams": self._num_streams, "device": self.device}
-        self._pool = FramePool(self.max_size, self._frame_capacity, **kind)
+    # --- writing
 
     @torch.no_grad()
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write ``data`` at ``cursor``."""
-        if isinstance(data, list):
-            data = torch.stack(data)
         if not is_tensor_collection(data):
             raise TypeError(f"{_OWNER}: the data must be a TensorDict, not {type(data).__name__}.")
-        slots = cursor
+        slots, episodes = positions(cursor, self.max_size), self._episodes
         if is_traced():
             self._require_columns()
-        else:
-            cursor, slots, data = self._distinct(cursor, data)
-        before, after = self._stacks(data)
-        pool, trajectory = self._pool, None if self._traj_key is None else data.get(self._traj_key, None)
-        assert pool is not None
-        if trajectory is not None:
-            trajectory = trajectory.reshape(-1).to(pool.device, torch.int64)
-        pool.write(slots.to(pool.device), before.to(pool.device), after.to(pool.device), trajectory)
-        super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
-        # otherwise the rows cannot be read yet
-        if set_cursor:
-            check_streams(self, slots, self._done_key, self._traj_key)
-
-    def _distinct(self, cursor: Any, data: Any) -> tuple[Any, Tensor, Any]:
-        """Cursor, slots [n] and data [n] of a write; of rows with the same slot only the last one."""
-        slots = positions(cursor, self.max_size)
-        if slots.ndim == 0:
-            slots, data = slots.reshape(1), data.unsqueeze(0)
+            if self.counters_device.type != "cpu":
+                raise RuntimeError(
+                    f"{_OWNER}.set: a graph on an accelerator cannot write frames; call extend outside of it."
+                )
+            slots = slots.clamp(0, self.max_size - 1)
+        elif slots.ndim == 0:
+            cursor = slots = slots.reshape(1)
+            data = data.unsqueeze(0)
         if data.ndim != 1 or len(data) != len(slots):
             raise ValueError(
                 f"{_OWNER}: data of shape {tuple(data.shape)} does not fit {len(slots)} slots of a storage of one "
                 "dimension. Flatten it: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
             )
-        if isinstance(cursor, slice):
-            return cursor, slots, data
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.max_size:
-            raise IndexError(f"{_OWNER}: the slots {cursor} are not all in a storage of {self.max_size} slots.")
-        last = is_last_occurrence(slots)
-        if not bool(last.all()):
-            slots, data = slots[last], data[last.to(data.device or last.device)]
-        return slots, slots, data
+        trajectory = None if episodes.traj_key is None else data.get(episodes.traj_key, None)
+        trajectory = torch.zeros_like(slots) if trajectory is None else trajectory.reshape(-1).to(slots)
+        if not slots.is_cpu:
+            slots, trajectory = torch.stack([slots, trajectory]).cpu()
+        if not (is_traced() or isinstance(cursor, slice)):
+            if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < self.max_size:
+                raise IndexError(f"{_OWNER}: the slots {cursor} are not all in a storage of {self.max_size} slots.")
+            last = is_last_occurrence(slots)
+            if not bool(last.all()):
+                # of rows with the same slot only the last one
+                cursor, slots, trajectory = slots[last], slots[last], trajectory[last]
+                data = data[last.to(data.device or last.device)]
+        self._set_frames(slots, *self._stacks(data), trajectory)
+        super().set(cursor, data.exclude(*self._frame_keys), set_cursor=set_cursor)
+        # otherwise the rows cannot be read yet
+        if set_cursor:
+            check_streams(self, slots, episodes.done_key, episodes.traj_key)
+
+    def _stacks(self, data: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """The stacks [n, k, ...] of rows."""
+        before, after = (data.get(key, None) for key in self._frame_keys)
+        if before is None or after is None:
+            raise KeyError(
+                f"{_OWNER}: the data has no entry {self._frame_keys[before is not None]!r} with stacked frames; each "
+                "write needs it. If the environment writes the frames to another entry, pass its name as frame_key=."
+            )
+        is_first = self._stack_shape is None or not self.initialized
+        found: Any = [(tuple(stacks.shape[1:]), stacks.dtype) for stacks in (before, after)]
+        expected = found[0] if is_first else (self._stack_shape, self._frame_dtype)
+        if before.ndim < 3 or found != [expected] * 2:
+            raise ValueError(
+                f"{_OWNER}: the entries {self._frame_keys} of a row are {found}; both must be stacks [frames, ...] of "
+                f"the shape and dtype {expected}."
+            )
+        if is_first:
+            self._allocate(before)
+        return before, after
+
+    def _set_frames(self, slots: Tensor, before: Tensor, after: Tensor, trajectory: Tensor) -> None:
+        """Store stacks [n, k, ...] for ``slots`` [n]. Nothing is changed after an error."""
+        if not before.is_cpu:
+            before, after = torch.stack([before, after]).cpu()
+        before, after, device = self._as_words(before), self._as_words(after), self._words.device
+        frames, places = self._words, slots.new_zeros(0 if self._words.is_cpu else len(slots) * self._ids.shape[1])
+        if len(places):
+            frames = before.new_empty(len(places), before.shape[2])
+        state = self._ids, self._references, self._free
+        frames_write(slots, trajectory, before, after, self._streams, self._last, self._held, frames, *state, places)
+        if len(places):
+            places = places[places > 0]
+            self._words[to_device(places, device)] = to_device(frames[: len(places)], device)
+            self._ids_there[to_device(slots, device)] = to_device(self._ids[slots], device)
+
+    def _as_words(self, stacks: Tensor) -> Tensor:
+        """Stacks [n, k, ...] as [n, k, words]."""
+        flat = stacks.contiguous().view(-1)
+        if not is_traced() and flat.storage_offset() * flat.itemsize % self._words.itemsize:
+            flat = flat.clone()
+        return flat.view(self._words.dtype).view(*stacks.shape[:2], -1)
+
+    # --- reading
 
     def _with_frames(self, rows: TensorDictBase, slots: Tensor) -> TensorDictBase:
         """Add the stacks of ``slots`` to ``rows``."""
-        pool = self._pool
-        assert pool is not None
-        frames = pool.read(slots.to(pool.device))
+        (depth, *shape), slots = self._stack_shape, to_device(slots, self._words.device)
+        ids = gather_in_bounds(self._ids_there, slots.reshape(-1))
+        frames = gather_in_bounds(self._words, ids.view(-1)).view(self._frame_dtype)
+        frames = frames.view(*slots.shape, depth + 1, *shape)
         for first, key in enumerate(self._frame_keys):
-            rows.set(key, frames.narrow(slots.ndim, first, pool.num_stacked))
+            rows.set(key, frames.narrow(slots.ndim, first, depth))
         return rows
 
     def get(self, index: Any) -> Any:
@@ -202,16 +243,6 @@ class FrameStackStorage(CompilableTensorStorage):
         # a slice of a full storage is the stored TensorDict itself, which must not get the stacks
         return self._with_frames(rows.copy(), torch.arange(len(self), device="cpu")[index])
 
-    def __repr__(self) -> str:
-        data: Any = "<empty>"
-        if self.initialized and self._pool is not None:
-            data = super().get(slice(None)).copy()
-            for key in self._frame_keys:
-                # of the right shape: building the stacks of a large buffer takes gigabytes
-                data.set(key, self._pool.frames[0].expand(len(self), self._pool.num_stacked, *self._pool.shape))
-        sizes = f"len={len(self)}, max_size={self.max_size}, num_frames={self.num_frames}"
-        return f"{type(self).__name__}({sizes},\n" + indent(f"data={data})", " " * 4)
-
     def take(self, index: Tensor, keys: Sequence[NestedKey] | None = None) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds; ``keys``: only these entries."""
         if keys is None:
@@ -220,25 +251,49 @@ class FrameStackStorage(CompilableTensorStorage):
         rows = super().take(index, columns)
         return rows if len(columns) == len(keys) else self._with_frames(rows, index).select(*keys)
 
-    def _empty(self) -> None:
-        super()._empty()
-        if self._pool is not None:
-            self._pool.clear_()
+    def __repr__(self) -> str:
+        # without the stacks: those of a large buffer take gigabytes
+        data = super().get(slice(None)) if self.initialized else "<empty>"
+        sizes = f"len={len(self)}, max_size={self.max_size}, num_frames={self.num_frames}, stacks={self._stack_shape}"
+        return f"{type(self).__name__}({sizes},\n" + indent(f"data={data})", " " * 4)
 
     # --- saving
 
+    def _empty(self) -> None:
+        super()._empty()
+        if self._stack_shape is not None:
+            self._ids.zero_()
+            self._count_references()
+
+    @property
+    def _frames(self) -> Tensor:
+        """All frames, [frames, ...]."""
+        return self._words.view(self._frame_dtype).view(-1, *self._stack_shape[1:])
+
+    def _saved(self) -> dict[str, Tensor]:
+        """Ids, and the frames up to the last one that they name."""
+        return {} if self._stack_shape is None else {"ids": self._ids, "frames": self._frames[: self._ids.max() + 1]}
+
+    def _restore(self, saved: dict[str, Tensor]) -> None:
+        """Restore what :meth:`_saved` returned. ValueError, before any change, if it does not fit."""
+        ids, frames = saved["ids"], saved["frames"]
+        if self._stack_shape is None:
+            self._allocate(frames[:1].unsqueeze(1).repeat_interleave(ids.shape[1] - 1, 1))
+        own = self._frames
+        fits = ids.shape == self._ids.shape and (frames.shape[1:], frames.dtype) == (own.shape[1:], own.dtype)
+        if not fits or not 0 <= ids.min() <= ids.max() < len(frames) <= len(own):
+            raise ValueError(
+                f"{_OWNER}.load_state_dict: the state has frames {tuple(frames.shape)} of {frames.dtype}, and ids "
+                f"{tuple(ids.shape)}; expected {tuple(own.shape)} of {own.dtype}, and ids {tuple(self._ids.shape)}."
+            )
+        self._ids.copy_(ids)
+        own[: len(frames)] = frames
+        self._count_references()
+
     def state_dict(self) -> dict[str, Any]:
-        """The stored data. Places of the frame pool after the last one in use are left out."""
-        return {**super().state_dict(), "frames": {key: tensor.clone() for key, tensor in self._frames().items()}}
-
-    def _frames(self) -> dict[str, Tensor]:
-        return {} if self._pool is None else self._pool.tensors()
-
-    def _restore(self, frames: dict[str, Tensor]) -> None:
-        if frames and self._pool is None:
-            self._make_pool(frames["ids"].shape[1] - 1, frames["frames"])
-        if self._pool is not None:
-            self._pool.restore_(frames) if frames else self._pool.clear_()
+        """The stored data. Frames after the last one in use are left out."""
+        frames = {name: tensor.clone() for name, tensor in self._saved().items()}
+        return {**super().state_dict(), "frames": frames}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ``state_dict``; RuntimeError, before any change, if its rows have no frames."""
@@ -246,17 +301,16 @@ class FrameStackStorage(CompilableTensorStorage):
         if state_dict.get("_len", 0) and not frames:
             raise RuntimeError(f"{_OWNER}: the loaded state has no frames; load a state saved by a FrameStackStorage.")
         self.require_loadable(state_dict)
-        self._restore(frames)
+        self._restore(frames) if frames else self._empty()
         super().load_state_dict(state_dict)
 
     def dumps(self, path: Any) -> None:
         """Save everything under the directory ``path``, as memory-mapped tensors."""
         super().dumps(path)
-        TensorDict(self._frames()).memmap(str(Path(path) / "frames"), copy_existing=True)
+        TensorDict(self._saved()).memmap(str(Path(path) / "frames"), copy_existing=True)
 
     def loads(self, path: Any) -> None:
         """Load a state saved by ``dumps``."""
         self.require_loadable(self.saved_at(path))
-        state = TensorDict.load_memmap(str(Path(path) / "frames"))
-        self._restore({str(key): value for key, value in state.items()})
+        self._restore(TensorDict.load_memmap(str(Path(path) / "frames")).to_dict())
         super().loads(path)
