@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -50,7 +51,7 @@ class StackedStreams:
             self.reset(env)
         return before, after, torch.tensor(trajectory), done
 
-    def rollout(self, envs, with_ids=True):
+    def rollout(self, envs, with_ids=True) -> Any:
         """One step of each of ``envs``, in this order."""
         before, after, trajectory, done = map(torch.stack, zip(*map(self.step, envs), strict=True))
         flags = {"done": done, "terminated": done.clone(), "truncated": torch.zeros_like(done)}

@@ -5,6 +5,7 @@ import pickle
 import random
 import re
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ SLICES = [slice(None), slice(2, 9, 3), ..., (), (slice(None),), range(12)]
 KEYS = ["action", "observation", ("next", "observation"), "next"]
 
 
-def pair(capacity, **arguments):
+def pair(capacity, **arguments) -> tuple[Any, Any]:
     """A buffer that stores each frame once, and a plain buffer."""
     once = TensorDictReplayBuffer(storage=FrameStackStorage(capacity, **arguments), batch_size=8)
     return once, TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=8)
@@ -93,8 +94,9 @@ def test_slots_in_any_order_and_single_transitions():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_frames_of_floats_are_kept_bit_by_bit(dtype):
-    frames = torch.randint(1, 255, (12, 2, 2)).to(dtype)
-    frames[5], frames[6, 0], frames[8] = -0.0, torch.nan, 0.0
+    frames = torch.randint(1, 255, (12, 20, 20)).to(dtype)
+    frames[5], frames[6, 0], frames[8], frames[9] = -0.0, torch.nan, 0.0, 0.0
+    frames[9, -1, -1] = -0.0
     stacks = frames.unfold(0, 4, 1).movedim(-1, 1)
     both = pair(20, frame_key="pixels")
     extend(TensorDict({"pixels": stacks[:-1], "next": {"pixels": stacks[1:]}}, [8]), *both)

@@ -34,7 +34,7 @@ class FrameStackStorage(CompilableTensorStorage):
     transition of its trajectory, only the newest frame is new. Else the transition gets frames of its own, but none
     that is equal to the frame before it. An episode of L steps takes L + 1 frames. Reads return exactly the bytes that
     were written, for any layout of environments and after the ring has overwritten earlier steps: a frame is freed when
-    no stored transition needs it.
+    neither a stored transition needs it nor the newest stack of one of the last ``num_streams`` trajectories.
 
     **On an accelerator** the frames are there, and their ids are counted on the CPU: the host waits in each write, and
     writes cannot be part of a graph. On the CPU they can.
@@ -129,8 +129,8 @@ class FrameStackStorage(CompilableTensorStorage):
 
     @property
     def num_frames(self) -> int:
-        """Number of stored frames: of transitions, and of the newest stacks of trajectories."""
-        return 0 if self._stack_shape is None else len(self._free) - 1 - int(self._free[-1])
+        """Number of frames that the stored transitions need."""
+        return 0 if self._stack_shape is None else int((self._ids.view(-1).bincount()[1:] > 0).sum())
 
     # --- writing
 
