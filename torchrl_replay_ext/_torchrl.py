@@ -7,6 +7,7 @@ including those of this file, and fails if a release of TorchRL removes one.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from tensordict.utils import expand_as_right
 from torch import Tensor
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
+    ReplayBuffer,
     RoundRobinWriter,
     Sampler,
     Storage,
@@ -159,6 +161,25 @@ def saved_columns(data: Any) -> dict[tuple[str, ...], Tensor]:
         if isinstance(column, Tensor) and not any(str(name).startswith("__") for name in path):
             found[tuple(map(str, path))] = column
     return found
+
+
+def storage_of(sampler: Any, depth: int = 2) -> Any:
+    """The storage of the buffer that holds a sampler, maybe inside of ``depth`` other samplers; None if there is none.
+
+    Slow: TorchRL passes the storage with each call, but a sampler that loads a state before its first call must find
+    it, because a state of another capacity would be refused too late.
+    """
+    for holder in gc.get_referrers(sampler):
+        owner = holder
+        if isinstance(holder, dict):
+            owner = next((each for each in gc.get_referrers(holder) if getattr(each, "__dict__", None) is holder), None)
+        if isinstance(owner, ReplayBuffer):
+            return getattr(owner, "_storage", None)
+        if isinstance(owner, Sampler) and owner is not sampler and depth:
+            storage = storage_of(owner, depth - 1)
+            if storage is not None:
+                return storage
+    return None
 
 
 def state_has_references(storage: Any) -> bool:

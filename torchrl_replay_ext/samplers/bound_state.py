@@ -332,10 +332,18 @@ class BoundState(SlotState):
 
     def _require_capacity(self, call: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError if a state for a storage of ``shape`` has another number of slots than this buffer."""
-        size = self.layout.size if self.layout.known else self.capacity
-        # before the first write the storage is unknown; it is compared at the first use
-        if size is not None and shape != self.layout.shape and (self.layout.known or math.prod(shape) > size):
-            require_capacity(call, shape, size)
+        if self.layout.known:
+            if shape == self.layout.shape:
+                return
+            size = self.layout.size
+        else:
+            storage = _torchrl.storage_of(self)
+            size = self.capacity or math.prod(shape)
+            if storage is not None and _torchrl.has_size(storage):
+                size = storage.max_size
+            elif math.prod(shape) <= size:
+                return
+        require_capacity(call, shape, size)
 
     def dumps(self, path: str | Path) -> None:
         """Save the state under the directory ``path``, as memory-mapped tensors."""
