@@ -18,7 +18,6 @@ from tests.kernels import (
     implementations,
     test_episode_kernels,
     test_event_kernels,
-    test_frame_kernels,
     test_rank_kernels,
     test_reaper_kernels,
     test_row_kernels,
@@ -46,7 +45,7 @@ def assert_only_kernels(code):
     """All is computed by kernels of the GPU, in one part, without waiting."""
     assert "triton_" in code
     called = code[code.index("async_compile.wait") :]
-    modules = "tree|rows|reaper|episodes|slices|rank|events|frames"
+    modules = "tree|rows|reaper|episodes|slices|rank|events"
     called = re.sub(rf"torch\.ops\.torchrl_replay_ext\.({modules})_", "our_", called)
     for foreign in ("cpp_fused", ".item()", "def partition_1(", "torch.ops."):
         assert foreign not in called
@@ -138,8 +137,6 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     test_rank_kernels.test_the_table_of_ranks_is_filled_when_alpha_has_changed_enough(run)
     for retention, allocation in (("ring", "systematic"), ("pinned", "multinomial"), ("ring", "largest_remainder")):
         test_event_kernels.test_all_implementations_draw_the_same_from_tables(run, retention, allocation)
-    for shape in ((3, 2), (4, 2)):
-        test_frame_kernels.test_all_implementations_store_the_same_frames(run, 3, shape, monkeypatch)
     for kind in (torch.int64, torch.float64):
         test_row_kernels.test_all_implementations_of_rows_do_the_same(run, kind)
     tree, power = implementations.a_tree(257), (torch.ones(4), torch.ones(1, dtype=torch.float64))
