@@ -35,7 +35,7 @@ def test_trajectories_of_different_collectors_differ():
 @pytest.mark.parametrize("sampler", ["rank", "recency"])
 def test_samplers_that_need_one_shard(tmp_path, sampler):
     pytest.importorskip("ray", reason="needs ray (pip install ray)")
-    with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* need sums"):
+    with pytest.raises(ConfigError, match=f"num_shards=2 sampler={sampler}: .* in one place"):
         recipe.run(tmp_path, f"sampler={sampler}", "num_shards=2")
 
 
