@@ -64,7 +64,7 @@ LAUNCHES = {
     "reaper": (lambda: {"sampler": ReaPERSampler()}, 39, 13, 3),
     "recency": (lambda: {"sampler": RecencySampler()}, 38, 43, 0),
     "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 41, 25, 1),
-    "event tables": (tables, 56, 93, 32),
+    "event tables": (tables, 54, 93, 32),
 }
 
 

@@ -65,11 +65,7 @@ def raise_if(
 
 def read(*values: Array | int) -> list[int]:
     """The values of integer or bool tensors [] as Python numbers; the host waits at most once for an accelerator."""
-    far = [value.to(torch.int64) for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    if not far:
-        return [int(value) for value in values]
-    numbers = iter(torch.stack(far).tolist())
-    return [next(numbers) if isinstance(value, Tensor) and not value.is_cpu else int(value) for value in values]
+    return [int(value) for value in to_host(*values)]
 
 
 def to_host(*values: Any) -> list[Any]:

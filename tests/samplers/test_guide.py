@@ -151,10 +151,10 @@ def test_private_names_of_the_base_class_are_refused(reward_sampler):
 
     class Allocates(Counts):
         def __init__(self):
-            self._tensor_names = []
+            self._saved_names = []
             reward_sampler.__init__(self)
 
-    for make, name in ((Counts, "_storage_writes"), (Allocates, "_tensor_names")):
+    for make, name in ((Counts, "_storage_writes"), (Allocates, "_saved_names")):
         with pytest.raises(TypeError, match=rf"{make.__name__}.{name}: the base class uses this name"):
             make()
     with pytest.raises(TypeError, match=r"Appends._append_rows: the base class uses this name"):

@@ -62,6 +62,9 @@ class PowerSampler(ReplaySampler):
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)
 
+    def clear(self) -> None:
+        self._tree.clear_()
+
 
 class ProportionalSampler(PowerSampler):
     r"""Draws transitions in proportion to a power of their TD error (Schaul et al. 2016, proportional variant).

@@ -81,8 +81,7 @@ class SlotState(WriteObserver, ABC):
         before = dict(vars(self))
         self.allocate(layout)
         new = {name: value for name, value in vars(self).items() if value is not before.get(name)}
-        self._tensor_names = [name for name, value in new.items() if isinstance(value, Tensor)]
-        self._tree_names = [name for name, value in new.items() if isinstance(value, SumTree)]
+        self._saved_names = [name for name, value in new.items() if isinstance(value, (Tensor, SumTree))]
         for follower in self.followers:
             follower.allocate(self.slots)
         # Parts may reject rows, and those before then remove them again. Sums of episodes lose only their oldest rows,
@@ -250,9 +249,11 @@ class SlotState(WriteObserver, ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save. It is restored in place. Default: the attributes that :meth:`allocate` has set."""
-        saved = {name: vars(self)[name] for name in self._tensor_names}
-        saved |= {name: tree.leaves for name, tree in zip(self._tree_names, self._trees(), strict=True)}
-        return {f"own{name}" if name[0] == "_" else f"own_{name}": tensor for name, tensor in saved.items()}
+        saved = {name: vars(self)[name] for name in self._saved_names}
+        return {
+            f"own{name}" if name[0] == "_" else f"own_{name}": value.leaves if isinstance(value, SumTree) else value
+            for name, value in saved.items()
+        }
 
     def rebuild(self) -> None:
         """Recompute derived state after :meth:`tensors` were replaced. Default: the sums of trees among them."""
@@ -261,7 +262,7 @@ class SlotState(WriteObserver, ABC):
 
     def _trees(self) -> list[SumTree]:
         """The attributes that :meth:`allocate` has set and that are trees."""
-        return [vars(self)[name] for name in self._tree_names]
+        return [vars(self)[name] for name in self._saved_names if isinstance(vars(self)[name], SumTree)]
 
     def _all_tensors(self) -> dict[str, Tensor]:
         """The tensors of all parts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_replay_ext import _torchrl
+from torchrl_replay_ext.compilation import to_host
 from torchrl_replay_ext.core.conditions import StatefulCondition
 from torchrl_replay_ext.core.event_spec import EventSpec
 from torchrl_replay_ext.core.streams import Episodes
@@ -38,14 +38,11 @@ class EventRows(NamedTuple):
 
 
 def _on_cpu(columns: list[Tensor]) -> list[np.ndarray]:
-    """``columns`` of n bools or integers as arrays [n]. A copy from an accelerator waits: make only one."""
-    if not all(map(operator.attrgetter("is_cpu"), columns)):
-        device = next(column.device for column in columns if not column.is_cpu)
-        wide = [column.to(device, torch.int64, non_blocking=True).reshape(-1) for column in columns]
-        columns = [copy.to(c.dtype) for copy, c in zip(torch.stack(wide).cpu(), columns, strict=True)]
+    """``columns`` of n bools or integers as arrays [n]; the host waits at most once for an accelerator."""
+    columns = to_host(*(column.detach() for column in columns))
     # NumPy has no bfloat16
     columns = [column.float() if column.dtype == torch.bfloat16 else column for column in columns]
-    return [column.detach().numpy().reshape(-1) for column in columns]
+    return [column.numpy().reshape(-1) for column in columns]
 
 
 class EventReader:

@@ -278,9 +278,9 @@ class EventTableWriter(CompilableWriter):
                 index = written = self._store(data)
                 events_write(*fill)
             # samplers read the slots on the CPU without waiting
-            known = torch.from_numpy(slots) if data.ndim == 1 else written
+            on_host = torch.from_numpy(slots) if data.ndim == 1 else written
             # TorchRL updates the priority of an added row with a number as the index
-            self._mark_update_entities(known[0] if as_number else known)
+            self._mark_update_entities(on_host[0] if as_number else on_host)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
             tables.undo(slots[slots >= 0], size)
@@ -296,8 +296,8 @@ class EventTableWriter(CompilableWriter):
         if len(self._last_steps) > 2 * tables.num_slots:
             # episodes that were interrupted
             number = tables.number.tolist()
-            known = self._last_steps.items()
-            self._last_steps = {stream: step for stream, step in known if number[step[0]] == step[1]}
+            open_steps = self._last_steps.items()
+            self._last_steps = {stream: step for stream, step in open_steps if number[step[0]] == step[1]}
         check_streams(storage, torch.from_numpy(slots), *self._done_and_ids)
         if cut[0] and not self._warned_of_cut:
             self._warn_of_cut()
