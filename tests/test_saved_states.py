@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.checkpoint import Checkpoint
+from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import SAMPLERS, buffer_with, random_rows
@@ -101,9 +102,10 @@ def test_torchrls_buffer_refuses_a_state_of_another_capacity(name, load, size, c
 
 
 @both_buffers
+@some_samplers
 @pytest.mark.parametrize("num_rows", [0, 3, 6])
-def test_the_state_of_an_empty_buffer_can_be_loaded(compilable, num_rows):
-    empty, rb = (filled("proportional", 4, 0, compilable) for _ in range(2))
+def test_the_state_of_an_empty_buffer_can_be_loaded(name, compilable, num_rows):
+    empty, rb = (filled(name, 4, 0, compilable) for _ in range(2))
     for row in range(num_rows):
         rb.extend(random_rows(1, first=row))
     rb.load_state_dict(empty.state_dict())
@@ -112,6 +114,21 @@ def test_the_state_of_an_empty_buffer_can_be_loaded(compilable, num_rows):
         rb.sample()
     rb.extend(random_rows(3))
     assert len(rb.sample()) == 8
+
+
+@both_buffers
+def test_a_checkpoint_of_torchrls_sampler_gives_its_rows(compilable, tmp_path):
+    saved = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(64))
+    saved.extend(random_rows(10))
+    saved.dumps(tmp_path)
+    rb = filled("proportional", 64, 0, compilable)
+    with pytest.raises(FileNotFoundError, match=r"no state of a sampler of this package.*its storage and writer"):
+        rb.loads(tmp_path)
+    rb = filled("proportional", 64, 0, compilable)
+    rb.storage.loads(tmp_path / "storage")
+    rb.writer.loads(tmp_path / "writer")
+    assert rb.sample()["index"].max() < len(rb) == 10
+    assert rb.extend(random_rows(3)).tolist() == [10, 11, 12]
 
 
 @both_buffers

@@ -51,7 +51,8 @@ def set_length(storage: Any, count: int) -> None:
 
 def stored_data(storage: Storage | None) -> Any:
     """The content of a storage: a TensorDict, a list, or another tree of tensors; None before the first write."""
-    return getattr(storage, "_storage", None)
+    # TorchRL keeps the memory when it loads the state of a storage that never was written
+    return getattr(storage, "_storage", None) if getattr(storage, "initialized", True) else None
 
 
 def is_group(value: Any) -> bool:
@@ -143,8 +144,7 @@ def shape_and_device(storage: Any) -> tuple[tuple[int, ...], torch.device] | Non
     TorchRL rounds the size of a storage with ndim >= 2 up to a multiple of the number of columns.
     """
     data = stored_data(storage)
-    # the state of an empty storage, loaded again, leaves an empty TensorDict
-    if data is None or not getattr(storage, "initialized", True):
+    if data is None:
         return None
     if isinstance(data, list):
         return (storage.max_size,), torch.device("cpu")

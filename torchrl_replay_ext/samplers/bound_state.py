@@ -274,7 +274,7 @@ class BoundState(SlotState):
         if self._bound_storage is not None and has_rows:
             self._require_stored(call, state_dict["generation"], self._bound_storage)
         if has_rows and not is_alike:
-            self._set_up_like(state_dict)
+            self._set_up_like(state_dict, shape_of(call, state_dict))
         for key, setting in self.settings().items():
             setting.load(state_dict[key])
         if is_alike or has_rows:
@@ -294,11 +294,10 @@ class BoundState(SlotState):
         self._know_all_writes()
         mark_static(vars(self))
 
-    def _set_up_like(self, saved: dict[str, Any]) -> None:
-        """Allocate all state for the storage and the number of streams of a saved state."""
+    def _set_up_like(self, saved: dict[str, Any], shape: tuple[int, ...]) -> None:
+        """Allocate all state for a storage of ``shape`` and the number of streams of a saved state."""
         for reader in self.episode_readers:
             reader.adopt_streams(lanes_of(saved))
-        shape = tuple(saved["storage_shape"].tolist())
         self._set_up_state(self.layout._replace(shape=shape, known=True))
 
     def _require_fitting(self, call: str, saved: dict[str, Any]) -> tuple[bool, bool]:
@@ -312,9 +311,9 @@ class BoundState(SlotState):
         has_rows, expected = bool(saved["generation"].any()), self
         if has_rows:
             self._require_capacity(call, shape)
-            if not is_alike:
-                expected = copy.deepcopy(self)
-                expected._set_up_like(saved)
+        if not is_alike:
+            expected = copy.deepcopy(self)
+            expected._set_up_like(saved, shape if has_rows else self.layout.shape)
         tensors = expected._all_tensors()
         if not is_alike and not has_rows:
             # these are not loaded
@@ -355,4 +354,9 @@ class BoundState(SlotState):
 
     def saved_at(self, path: str | Path) -> dict[str, Any]:
         """What :meth:`dumps` saved in the directory ``path``, as a :meth:`state_dict`."""
+        if not (Path(path) / "meta.json").exists():
+            raise FileNotFoundError(
+                f"{self.owner}.loads: the directory {path} has no state of a sampler of this package. To go on from a "
+                "checkpoint with another sampler, load only its storage and writer: a new sampler takes in all rows."
+            )
         return {str(key): value.clone() for key, value in TensorDict.load_memmap(str(path)).items()}

@@ -213,7 +213,7 @@ class CompilableTensorStorage(LazyTensorStorage):
         if not 0 <= state_dict["_len"] <= math.prod(shape):
             raise ValueError(f"{call}: _len is {state_dict['_len']}, expected at most {math.prod(shape)}.")
         data: Any = stored_data(self)
-        if not self.initialized or not is_tensor_collection(data):
+        if not is_tensor_collection(data):
             return
         own = saved_columns(data.state_dict())
         for key in sorted(own.keys() | saved.keys()):
