@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -14,14 +13,6 @@ from torchrl_replay_ext.annealing import Hyperparameter
 
 def beta(value, **limits):
     return Hyperparameter("SomeSampler", "beta", value, **limits)
-
-
-def test_anneal_is_a_value():
-    schedule = Anneal(0.4, 1.0, num_updates=10)
-    assert schedule == Anneal(start=0.4, end=1.0, num_updates=10)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        schedule.start = 0.5
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 def test_anneal_holds_numbers():

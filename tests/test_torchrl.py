@@ -1,66 +1,14 @@
-"""The private names of TorchRL that the project uses, and the files that may use them."""
+"""Only one file reads private attributes of TorchRL's objects."""
 
 import ast
-import importlib
-import inspect
 import re
-import textwrap
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torchrl
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import Sampler, TensorDictRoundRobinWriter
-from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient
-from torchrl.objectives import LossModule
-from torchrl.objectives.value import ValueEstimatorBase
 
-from tests.params import module_names
+from tests.test_examples import ROOT
 
-ROOT = Path(__file__).parent.parent
 ADAPTER = "torchrl_replay_ext/_torchrl.py"
-
-
-def words(text: str) -> set[str]:
-    return set(text.split())
-
-
-# The private names of TorchRL that a subclass overrides or inherits, by class. Those of the adapter are read there.
-INHERITED = {
-    "LazyTensorStorage": words(
-        """
-        _empty _get_new_len _init _last_cursor _last_cursor_index _last_cursor_index_value _len _len_value
-        _mutation_revision_value _rand_given_ndim _rng _set_last_cursor _storage _total_shape
-        """
-    ),
-    "TensorDictRoundRobinWriter": words(
-        """
-        _cursor _empty _mark_update_entities _replicate_index _rng _storage _write_count _write_count_value
-        """
-    ),
-    "TensorDictReplayBuffer": words(
-        """
-        _batch_size _collate_fn _get_priority_vector _init _pin_memory _prefetch _replay_lock _sample
-        _sample_unit _sampler _set_index_in_td _storage _transform _transpose _write_lock _writer
-        """
-    ),
-    "Sampler": words("_empty _rng"),
-    "LossModule": words(
-        """
-        _all_schedulable_buffers _clear_weakrefs _forward_value_estimator_keys _loss_mask_keys
-        _maybe_get_priority_weight _reduce_loss
-        """
-    ),
-    "ValueEstimatorBase": words("_get_time_dim"),
-}
-# Names that torchrl 0.14 does not have. They are used only where they exist.
-LATER = {"TensorDictReplayBuffer": {"_increment_counter", "_notify_replay_state_change"}}
-HAS_LATER_NAMES = hasattr(TensorDictReplayBuffer, "wait_until_sampleable")
-
 # Private names of other libraries, which have no public counterpart: of OmegaConf's nodes, a Gymnasium environment, and
 # torch's tensors.
 OTHER_LIBRARIES = {
@@ -70,36 +18,9 @@ OTHER_LIBRARIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def owners() -> dict[str, Any]:
-    """An object of each class whose private names are used, in the state in which the project uses it."""
-
-    class AnySampler(Sampler):
-        sample = dumps = loads = state_dict = load_state_dict = _empty = lambda self, *args: None
-
-    storage, writer = LazyTensorStorage(4, compilable=True), TensorDictRoundRobinWriter(compilable=True)
-    data = TensorDict(observation=torch.zeros(3), batch_size=[3])
-    buffer = TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=2)
-    buffer.extend(data)
-    return {
-        "LazyTensorStorage": storage,
-        "TensorDictRoundRobinWriter": writer,
-        "TensorDictReplayBuffer": buffer,
-        "TensorDict": data,
-        "Sampler": AnySampler(),
-        "LossModule": LossModule,
-        "ValueEstimatorBase": ValueEstimatorBase,
-        "_RayReplayBufferClient": _RayReplayBufferClient(None, has_gpu=False),
-    }
-
-
 def source_files() -> list[str]:
     paths = (path for folder in ("torchrl_replay_ext", "recipes") for path in (ROOT / folder).rglob("*.py"))
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
-
-
-def users_of(name: str) -> str:
-    return ", ".join(file for file in source_files() if re.search(rf"\b{name}\b", (ROOT / file).read_text()))
 
 
 def is_private(name: str) -> bool:
@@ -141,42 +62,6 @@ def foreign_reads(tree: ast.AST, names: frozenset[str] = frozenset()) -> Iterato
             owner, key = node.args[:2]
             if isinstance(key, ast.Constant) and is_private(str(key.value)) and not is_own(owner):
                 yield node.lineno, str(key.value), ast.unparse(node)
-
-
-def package_classes() -> set[type]:
-    # an import of "configs" or "plugins" would register configurations with Hydra for all tests of the process
-    names = [name for name in module_names() if name.split(".")[1] not in ("configs", "plugins")]
-    members = [member for name in names for member in vars(importlib.import_module(name)).values()]
-    return {member for member in members if inspect.isclass(member) and member.__module__ in names}
-
-
-def test_torchrl_still_has_every_private_name_that_the_project_uses(owners):
-    missing = [
-        f"{owner}.{name}, used in {users_of(name)}"
-        for table in (INHERITED, LATER if HAS_LATER_NAMES else {})
-        for owner, names in table.items()
-        for name in sorted(names)
-        if not hasattr(owners[owner], name)
-    ]
-    read = {name for _, name, _ in foreign_reads(ast.parse((ROOT / ADAPTER).read_text()))}.difference(*LATER.values())
-    assert len(read) > 20
-    missing += [f"{name}, used in {ADAPTER}" for name in read if not any(hasattr(x, name) for x in owners.values())]
-    assert not missing, f"torchrl {torchrl.__version__} has no longer:\n" + "\n".join(missing)
-
-
-def test_every_private_name_that_a_subclass_inherits_or_overrides_is_listed(owners):
-    unlisted = set()
-    for cls in package_classes():
-        owner = next((base.__name__ for base in cls.__mro__ if base.__name__ in INHERITED), None)
-        if owner is not None:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-            assert isinstance(tree, ast.ClassDef)
-            used = {name for name in own_names(tree) if hasattr(owners[owner], name)}
-            unlisted |= {
-                f"{cls.__module__}.{cls.__name__}: {owner}.{name}"
-                for name in used - INHERITED[owner] - LATER.get(owner, set())
-            }
-    assert not unlisted, "add to INHERITED in tests/test_torchrl.py, or rename:\n" + "\n".join(sorted(unlisted))
 
 
 @pytest.mark.parametrize("file", [file for file in source_files() if file != ADAPTER])

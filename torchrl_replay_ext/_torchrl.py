@@ -1,8 +1,8 @@
 """The only file that reads private attributes of TorchRL's and tensordict's objects.
 
 Two kinds of private names cannot be moved here, because they are used through ``self``: hooks of a TorchRL base class
-that a subclass overrides, and attributes that a subclass inherits. ``tests/test_torchrl.py`` lists all private names,
-including those of this file, and fails if a release of TorchRL removes one.
+that a subclass overrides, and attributes that a subclass inherits. ``tests/test_torchrl.py``
+finds private reads in other files.
 """
 
 from __future__ import annotations
