@@ -116,7 +116,7 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(ops.Kernel, "__call__", on_both)
-    monkeypatch.setattr("torchrl_replay_ext.core.lanes.is_traced", lambda: True)
+    monkeypatch.setattr("torchrl_replay_ext.core.streams.is_traced", lambda: True)
     run = implementations.plainly
     for flag in (False, True):
         test_tree_kernels.test_all_implementations_write_the_same(run, 257, flag)

@@ -2,8 +2,7 @@
 
 from torchrl_replay_ext.annealing import Anneal
 from torchrl_replay_ext.buffers import CompilableReplayBuffer
-from torchrl_replay_ext.core.conditions import Novel, Quantile, Threshold
-from torchrl_replay_ext.core.event_spec import EventSpec
+from torchrl_replay_ext.core.event_spec import EventSpec, Novel, Quantile, Threshold
 from torchrl_replay_ext.core.event_tables import EventTables
 from torchrl_replay_ext.core.layout import validate_on_accelerators
 from torchrl_replay_ext.core.streams import Episodes

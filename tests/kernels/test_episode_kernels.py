@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.implementations import INTERPRETED, a_reader, assert_equal, on_cpu, plainly, scramble, some_slots
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.core.streams import EpisodeMarks
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.samplers.slice_starts import SliceStarts
 
@@ -18,7 +18,7 @@ WRITTEN = [(False, 1), (False, 3), (True, 3)]
 @pytest.fixture
 def unchecked(monkeypatch):
     """Writes count interruptions, as in graphs, without warnings and errors."""
-    monkeypatch.setattr("torchrl_replay_ext.core.lanes.is_traced", lambda: True)
+    monkeypatch.setattr("torchrl_replay_ext.core.streams.is_traced", lambda: True)
 
 
 def random_writes(assigned, lanes, size, steps=4):

@@ -9,7 +9,7 @@ from tests.chi_square import p_value
 from tests.kernels.implementations import ROWS, a_reader, a_tree, scramble, some_slots
 from torchrl_replay_ext import SumTree
 from torchrl_replay_ext.core.episodes import EpisodeIndex
-from torchrl_replay_ext.core.lanes import EpisodeMarks
+from torchrl_replay_ext.core.streams import EpisodeMarks
 from torchrl_replay_ext.kernels import ops
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.implementations import INTERPRETED
 from tests.reference import Draws
 from torchrl_replay_ext import SumTree
-from torchrl_replay_ext.kernels import ops, reasons
+from torchrl_replay_ext.kernels import layouts, ops
 
 SLOTS, LIMIT, EPS, LEAST = 20, 50.0, 0.01, 0.1
 NONE = torch.empty(0, dtype=torch.int64)
@@ -64,12 +64,12 @@ class RowState:
         stamps = stamp.tolist() if len(stamp) else None
         rows, slot, errors = range(len(slots)), slots.tolist(), error.tolist()
         priority = {i: max((errors[i] ** 0.5 if squared else errors[i]) + EPS, LEAST) for i in rows if errors[i] >= 0}
-        why = {i: reasons.OUT_OF_RANGE for i in rows if not 0 <= slot[i] < SLOTS}
-        why |= {i: reasons.INVALID for i in rows if i not in why and not priority.get(i, math.inf) <= LIMIT}
+        why = {i: layouts.OUT_OF_RANGE for i in rows if not 0 <= slot[i] < SLOTS}
+        why |= {i: layouts.INVALID for i in rows if i not in why and not priority.get(i, math.inf) <= LIMIT}
         if refuses:
             if stamps is None:
                 unknown = [at for at in range(SLOTS) if not self.written[at] and at not in self.last.drawn]
-                why |= {i: reasons.EMPTY for i in rows if i not in why and slot[i] in unknown}
+                why |= {i: layouts.EMPTY for i in rows if i not in why and slot[i] in unknown}
             if why:
                 assert result.tolist() == [why[min(why)], min(why)]
                 return why[min(why)]
@@ -126,7 +126,7 @@ def test_all_implementations_of_rows_do_the_same(run, kind):
         how = {"squared": number % 5 > 0, "refuses": number % 4 > 0}
         outcomes.add(rows.update(slots, error, stamp, **how))
         rows.check()
-    assert INTERPRETED or outcomes == {0, reasons.OUT_OF_RANGE, reasons.INVALID, reasons.EMPTY}
+    assert INTERPRETED or outcomes == {0, layouts.OUT_OF_RANGE, layouts.INVALID, layouts.EMPTY}
 
 
 def test_a_row_is_late_within_a_limited_number_of_draws(run):
@@ -134,8 +134,8 @@ def test_a_row_is_late_within_a_limited_number_of_draws(run):
     rows.record(torch.arange(SLOTS), True)
     rows.draw(torch.tensor([0, 1, 1]), torch.ones(3).double())
     rows.record(torch.tensor([0, 1]), True)
-    rows.draws[0] += reasons.WINDOW - 1
-    rows.last.number += reasons.WINDOW - 1
+    rows.draws[0] += layouts.WINDOW - 1
+    rows.last.number += layouts.WINDOW - 1
     rows.update(torch.tensor([1, 2]), torch.ones(2))
     rows.draws[0] += 1
     rows.last.number += 1

@@ -23,7 +23,7 @@ from tests.kernels.implementations import (
 )
 from torchrl_replay_ext import SumTree
 from torchrl_replay_ext.core.sum_tree import MaxTree
-from torchrl_replay_ext.kernels import ops, tree_layout
+from torchrl_replay_ext.kernels import layouts, ops
 
 
 @pytest.mark.parametrize("capacity, paged", TREES)
@@ -46,7 +46,7 @@ def test_all_implementations_write_the_same(run, capacity, paged):
     assert_equal(tensors_of(tree), tensors_of(other))
     run(other.write, torch.arange(capacity), torch.zeros(capacity, dtype=torch.int64))
     assert int(other.total()) == 0 and int(other.nodes.abs().max()) == 0
-    assert other.minima.eq(tree_layout.NOTHING).all()
+    assert other.minima.eq(layouts.NOTHING).all()
 
 
 @pytest.mark.parametrize("capacity, paged", TREES)
@@ -157,7 +157,7 @@ def test_machine_code_on_disk_is_that_of_all_sources(tmp_path):
     package = pathlib.Path(ops.__file__).parents[1]
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": "", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    layout = tmp_path / package.name / "kernels" / "tree_layout.py"
+    layout = tmp_path / package.name / "kernels" / "layouts.py"
     for unit in (23, 22):
         # the loop is in another file
         layout.write_text(layout.read_text().replace("UNIT = 2**23", f"UNIT = 2**{unit}"))

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, to_device
-from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
-from torchrl_replay_ext.core.slots import Slots
+from torchrl_replay_ext.core.slots import Slots, WriteObserver
+from torchrl_replay_ext.core.streams import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.sum_tree import MaxTree, SumTree
-from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.kernels.ops import (
     Views,
     episodes_apply,

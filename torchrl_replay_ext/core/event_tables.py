@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode
-from torchrl_replay_ext.core.conditions import StatefulCondition
-from torchrl_replay_ext.core.event_spec import EventSpec, Retention, table_capacities
-from torchrl_replay_ext.kernels.events_layout import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, WRITTEN
+from torchrl_replay_ext.core.event_spec import EventSpec, Retention, StatefulCondition, table_capacities
+from torchrl_replay_ext.kernels.layouts import CHANGES, FREE_HEAD, FREE_TAIL, NEXT_SLOT, WRITTEN
 from torchrl_replay_ext.kernels.ops import Views, events_order, events_remove
 
 # Attribute of a storage through which a writer and a sampler that were built separately share the tables.

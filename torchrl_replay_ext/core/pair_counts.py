@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.layout import is_last_occurrence
-from torchrl_replay_ext.core.write_observer import WriteObserver
+from torchrl_replay_ext.core.slots import WriteObserver
 from torchrl_replay_ext.kernels.splitmix import STEP, mixed
 
 if TYPE_CHECKING:

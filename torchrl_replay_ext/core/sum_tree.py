@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import Array, stratified_uniform, uniform, values_can_be_read
+from torchrl_replay_ext.kernels.layouts import CHILDREN, NOTHING, PAGE_BITS, UNIT, allocate
 from torchrl_replay_ext.kernels.ops import (
     Views,
     as_tensor,
@@ -24,7 +25,6 @@ from torchrl_replay_ext.kernels.ops import (
     tree_write,
     tree_write_power,
 )
-from torchrl_replay_ext.kernels.tree_layout import CHILDREN, NOTHING, PAGE_BITS, UNIT, allocate
 
 
 def read_root(nodes: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrl_replay_ext.kernels.lanes import assign
+from torchrl_replay_ext.kernels.layouts import PAGE_BITS, UNIT
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
 from torchrl_replay_ext.kernels.tree import put, refresh_maximum, write_all
-from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS, UNIT
 
 _LAST_OF_PAGE = (1 << PAGE_BITS) - 1
 # The rows of ``changes``: a slot, its position before a removal or after it was added, or -1, and its record; the new

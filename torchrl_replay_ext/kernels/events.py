@@ -20,19 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.events_layout import (
+from torchrl_replay_ext.kernels.layouts import (
     CHANGES,
     FREE_HEAD,
     FREE_TAIL,
     LEFT,
     NEVER_LISTED,
     NEXT_SLOT,
+    UNIT,
     WRITTEN,
 )
-from torchrl_replay_ext.kernels.loop import inlined, loop, part
-from torchrl_replay_ext.kernels.random_numbers import uniform
+from torchrl_replay_ext.kernels.loop import inlined, loop, part, uniform
 from torchrl_replay_ext.kernels.tree import descend, prefix, write_all
-from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 # the methods of ``allocate``
 SYSTEMATIC, MULTINOMIAL, LARGEST_REMAINDER = range(3)

@@ -1,20 +1,20 @@
-"""A loop that assigns the rows of a write to lanes, and finds where episodes begin; ``lanes_layout`` has the array."""
+"""A loop that assigns the rows of a write to lanes, and finds where episodes begin; ``layouts`` has the array."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchrl_replay_ext.kernels.lanes_layout import (
+from torchrl_replay_ext.kernels.layouts import (
     CAREFUL,
     CHAIN,
     DONE,
     INTERRUPTS,
-    NONE,
+    LAST_ROW,
+    NO_ID,
     OPEN,
     TOO_MANY,
     TRAJECTORY,
     UNCHECKED,
-    WRITTEN,
 )
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
 
@@ -37,7 +37,7 @@ def _lane_for(lanes):
     """
     best, earliest = 0, 2**63 - 1
     for lane in range(lanes.shape[1]):
-        written = lanes[WRITTEN, lane]
+        written = lanes[LAST_ROW, lane]
         if lanes[OPEN, lane] > 0:
             written += 2**62
         elif written == 0:
@@ -94,10 +94,10 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
     _copy(lanes, state)
     now, num_interrupted, lane = 0, 0, np.int64(0)
     for k in range(num_lanes):
-        now = max(now, state[WRITTEN, k])
+        now = max(now, state[LAST_ROW, k])
     result[0] = DONE
     for row in range(count):
-        number = trajectory[row] if has_ids else NONE
+        number = trajectory[row] if has_ids else NO_ID
         is_initial = initial.shape[0] > 0 and initial[row]
         if is_assigned:
             last = lane
@@ -112,7 +112,7 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
         if interrupts and not is_initial:
             num_interrupted += 1
             returns = state[CHAIN, lane] == number
-            if is_assigned and state[CHAIN, lane] != NONE:
+            if is_assigned and state[CHAIN, lane] != NO_ID:
                 returns = _is_in_a_chain(state, number)
             if returns and strictness > UNCHECKED:
                 result[0], result[1] = TOO_MANY, number
@@ -121,10 +121,10 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
                 result[0], result[1] = INTERRUPTS, number
         lane_of[row], begins[row] = lane, not is_open or interrupts or is_initial
         if not interrupts and begins[row]:
-            state[CHAIN, lane] = NONE
-        elif interrupts and state[CHAIN, lane] == NONE:
+            state[CHAIN, lane] = NO_ID
+        elif interrupts and state[CHAIN, lane] == NO_ID:
             state[CHAIN, lane] = state[TRAJECTORY, lane]
-        state[TRAJECTORY, lane], state[WRITTEN, lane], state[OPEN, lane] = number, now + 1 + row, not ended[row]
+        state[TRAJECTORY, lane], state[LAST_ROW, lane], state[OPEN, lane] = number, now + 1 + row, not ended[row]
     if result[0] == INTERRUPTS and strictness == CAREFUL:
         return False
     interrupted[0] += num_interrupted

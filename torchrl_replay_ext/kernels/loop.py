@@ -1,4 +1,4 @@
-"""Compiles the loops of kernels for the CPU."""
+"""Compiles the loops of kernels for the CPU, and gives them random numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 try:
     import numba
@@ -59,6 +61,15 @@ def part(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a part as lines of the one loop that calls it, which takes less time than :func:`part`."""
     return _compile(**_OPTIONS, inline="always")(function)
+
+
+@part
+def uniform(seed, index):
+    """The random number ``index`` of the sequence of a seed (SplitMix64), in [0, 1) with 53 bits."""
+    x = np.uint64(seed) + np.uint64(index) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 class _Notice(numba_event.Listener):

@@ -1,6 +1,6 @@
 """Loops over transitions in buckets of nearly equal priorities, from which ranks follow without a sort.
 
-``rank_layout`` describes the arrays. Slots and ranks out of range are skipped. Loops stay in range whatever the
+``layouts`` describes the arrays. Slots and ranks out of range are skipped. Loops stay in range whatever the
 arrays hold, also while another thread changes them.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.layouts import BITS, BUCKETS, DROPPED_BITS, FIRST_COUNT, NEW, NOWHERE
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
-from torchrl_replay_ext.kernels.rank_layout import BITS, BUCKETS, DROPPED_BITS, FIRST, NEW, NOWHERE
 
 
 @part
@@ -138,7 +138,7 @@ def _find(members, start, counts, size, rank, slot):
         rest = rank[row]
         if rest < 0 or rest >= counts[0]:
             continue
-        node = FIRST
+        node = FIRST_COUNT
         while True:
             last = node | (1 << BITS) - 1
             while node < last and counts[node] <= rest:
@@ -160,7 +160,7 @@ def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smal
     """Draw slots with probabilities in proportion to rank^-alpha.
 
     Args:
-        members: see ``rank_layout``.
+        members: see ``layouts``.
         start: likewise.
         counts: likewise.
         size: number of slots.
@@ -210,7 +210,7 @@ def rank_of(bucket, place, members, counts, slots, rank):
         ahead = _mirror(b, _signed(b, place[s]), counts[node])
         while node > 0:
             first = node >> BITS << BITS
-            for k in range(max(first, FIRST), node):
+            for k in range(max(first, FIRST_COUNT), node):
                 ahead += counts[k]
             node >>= BITS
         rank[row] = ahead

@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.episodes import position_of_slot
-from torchrl_replay_ext.kernels.loop import inlined, loop, part
-from torchrl_replay_ext.kernels.random_numbers import uniform
+from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN
+from torchrl_replay_ext.kernels.loop import inlined, loop, part, uniform
 from torchrl_replay_ext.kernels.tree import descend, lowest_level, place_of
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN
 
 # Rows that reject so many proposals are drawn by one pass over all Ψ.
 ROUNDS = 64

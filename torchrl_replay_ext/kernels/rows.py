@@ -11,10 +11,9 @@ import math
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.layouts import EMPTY, INVALID, OUT_OF_RANGE, UNIT, WINDOW
 from torchrl_replay_ext.kernels.loop import inlined, loop
-from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 from torchrl_replay_ext.kernels.tree import write_all, write_power
-from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 
 @loop

@@ -1,4 +1,4 @@
-"""SplitMix64 in torch: hashes, and the same random numbers as the loops (``random_numbers``) and Triton."""
+"""SplitMix64 in torch: hashes, and the same random numbers as in loops (``loop.uniform``) and in Triton."""
 
 from __future__ import annotations
 

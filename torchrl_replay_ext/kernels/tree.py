@@ -1,4 +1,4 @@
-"""Loops over trees of int64 sums, minima and maxima; ``tree_layout`` describes the arrays.
+"""Loops over trees of int64 sums, minima and maxima; ``layouts`` describes the arrays.
 
 Indices out of range are skipped. Walks stay in range whatever the arrays hold, also while another thread changes them.
 """
@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
+from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 from torchrl_replay_ext.kernels.loop import inlined, loop, part
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT
 
 
 @part

@@ -21,8 +21,8 @@ from torchrl_replay_ext.annealing import Anneal, make_exponents
 from torchrl_replay_ext.arguments import TDError, require_bool, require_choice, require_finite, require_integer, shown
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, is_traced, raise_if, to_device
 from torchrl_replay_ext.core.layout import Layout, flat_slots, out_of_range, unravel
+from torchrl_replay_ext.kernels.layouts import EMPTY, INVALID, OUT_OF_RANGE
 from torchrl_replay_ext.kernels.ops import as_tensor
-from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE
 from torchrl_replay_ext.samplers.bound_state import BoundState
 from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardDraws
 from torchrl_replay_ext.samplers.wrapper import ShowsArguments
@@ -370,7 +370,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             )
 
     def _refused_update(self, reason: int, slots: Tensor, error: Tensor, row: int) -> Exception:
-        """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.reasons`."""
+        """The error for a row of an update; ``reason``: see :mod:`~torchrl_replay_ext.kernels.layouts`."""
         slot = int(slots[row])
         if reason == OUT_OF_RANGE:
             return out_of_range(self.owner, slot, self.layout.shape)

@@ -10,7 +10,7 @@ from torchrl_replay_ext.core.event_tables import EventTables, TableView
 from torchrl_replay_ext.core.pair_counts import PairCounts
 from torchrl_replay_ext.core.slots import Slots
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.kernels.events_layout import CHANGES
+from torchrl_replay_ext.kernels.layouts import CHANGES
 from torchrl_replay_ext.kernels.ops import events_mixture, events_set_masses
 from torchrl_replay_ext.samplers.table_shares import TableShares
 

@@ -24,17 +24,17 @@ from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.bound_state import Setting
 from torchrl_replay_ext.samplers.entry_masses import EntryMasses
-from torchrl_replay_ext.samplers.event_table_arguments import (
+from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
+from torchrl_replay_ext.samplers.rows import RowView
+from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums
+from torchrl_replay_ext.samplers.table_shares import (
     Correction,
+    TableShares,
     min_sizes,
     priority_settings,
     require_compatible,
     require_correction,
 )
-from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
-from torchrl_replay_ext.samplers.rows import RowView
-from torchrl_replay_ext.samplers.shard_draws import ShardRows, Sums
-from torchrl_replay_ext.samplers.table_shares import TableShares
 
 
 class EventTableSampler(ReplaySampler):

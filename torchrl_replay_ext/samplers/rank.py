@@ -13,6 +13,7 @@ from torchrl_replay_ext.arguments import TDError, WeightNorm, require_bool, requ
 from torchrl_replay_ext.compilation import Array, gather_in_bounds, stratified_uniform, uniform
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.core.sum_tree import read_root
+from torchrl_replay_ext.kernels.layouts import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 from torchrl_replay_ext.kernels.ops import (
     Views,
     empty,
@@ -23,7 +24,6 @@ from torchrl_replay_ext.kernels.ops import (
     rank_rebuild,
     rank_tabulate,
 )
-from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
 from torchrl_replay_ext.samplers.rows import RowView
 
@@ -36,7 +36,7 @@ class RankBuckets:
     the last place when it is updated, and when one leaves, that of the last place takes its place. The first bucket is
     for slots that were never updated; there the last place has rank 0.
 
-    The arrays are those of ``kernels/rank_layout.py``. On the CPU, changes take effect at once and cost O(1) per row.
+    The arrays are those of ``kernels/layouts.py``. On the CPU, changes take effect at once and cost O(1) per row.
     On CUDA, :meth:`refresh` sorts, and within a bucket the slots that were written last come first.
 
     Args:

@@ -15,9 +15,8 @@ from torchrl.data.replay_buffers import Storage
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import Array, to_host
-from torchrl_replay_ext.core.lanes import EpisodeMarks
 from torchrl_replay_ext.core.layout import Layout, require_capacity
-from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
+from torchrl_replay_ext.core.streams import EpisodeMarks, Episodes, check_streams, require_episodes
 from torchrl_replay_ext.kernels.ops import cast
 
 # devices of torch for which the kernels are not compiled; ROCm calls its devices "cuda"
@@ -123,7 +122,7 @@ class RowView:
             :func:`~torchrl_replay_ext.core.layout.as_index`.
         num_slots: number of slots of the storage.
         is_rewrite: True if the rows were stored before and changed in place (``rb.mark_update``). Only known if a part
-            :attr:`~torchrl_replay_ext.core.write_observer.WriteObserver.needs_order`.
+            :attr:`~torchrl_replay_ext.core.slots.WriteObserver.needs_order`.
         slots_on_host: the slots on the CPU, if a part needs their order.
         known: on an accelerator, entries that were read ahead, see :func:`read_ahead`.
     """

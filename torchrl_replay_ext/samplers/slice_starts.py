@@ -11,8 +11,8 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, to_device, where_int64
-from torchrl_replay_ext.core.lanes import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.slots import Slots
+from torchrl_replay_ext.core.streams import EpisodeMarks, Lanes
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.kernels.ops import Views, slices_walk, slices_write
 from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView
@@ -36,8 +36,8 @@ class SliceStarts(Follower):
 
     A ring overwrites the oldest transitions first, so the successor of a stored transition is stored too. The chain of
     successors from any slot contains the later transitions of the episode in time order, up to the last stored one.
-    Layouts are those of :class:`~torchrl_replay_ext.core.lanes.Lanes`. The state is on the CPU. If the storage is on an
-    accelerator, draws read copies there, to which changes are sent without waiting.
+    Layouts are those of :class:`~torchrl_replay_ext.core.streams.Lanes`. The state is on the CPU. If the storage is on
+    an accelerator, draws read copies there, to which changes are sent without waiting.
 
     Args:
         slice_len: steps per slice.
@@ -107,7 +107,7 @@ class SliceStarts(Follower):
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         ``slots``, int64 [n] on the CPU, are consecutive in the ring. For ``marks`` and errors see
-        :meth:`~torchrl_replay_ext.core.lanes.Lanes.write`.
+        :meth:`~torchrl_replay_ext.core.streams.Lanes.write`.
         """
         if not self._is_copied:
             self.lanes.write(slices_write, slots, marks, *self._views())

@@ -14,9 +14,8 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.annealing import Hyperparameter
 from torchrl_replay_ext.compilation import is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import Layout, as_index, out_of_range
-from torchrl_replay_ext.core.slots import RingWrite, Slots
+from torchrl_replay_ext.core.slots import RingWrite, Slots, WriteObserver
 from torchrl_replay_ext.core.sum_tree import SumTree
-from torchrl_replay_ext.core.write_observer import WriteObserver
 from torchrl_replay_ext.samplers.rows import EpisodeReader, RowView, read_ahead
 
 
@@ -32,7 +31,7 @@ class SlotState(WriteObserver, ABC):
     """What a sampler knows of each slot, and the changes that writes to the buffer make.
 
     Subclasses define :meth:`allocate`, and ``write`` and ``remove`` of
-    :class:`~torchrl_replay_ext.core.write_observer.WriteObserver`.
+    :class:`~torchrl_replay_ext.core.slots.WriteObserver`.
 
     Args:
         layout: the slots, as far as they are known.

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import to_host
-from torchrl_replay_ext.core.conditions import StatefulCondition
-from torchrl_replay_ext.core.event_spec import EventSpec
+from torchrl_replay_ext.core.event_spec import EventSpec, StatefulCondition
 from torchrl_replay_ext.core.streams import Episodes
 
 _TRAJECTORY = Episodes().traj_key

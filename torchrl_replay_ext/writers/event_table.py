@@ -21,7 +21,7 @@ from torchrl_replay_ext.compilation import is_traced
 from torchrl_replay_ext.core.event_tables import STORAGE_ATTRIBUTE, EventTables
 from torchrl_replay_ext.core.layout import as_index, row_major
 from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
-from torchrl_replay_ext.kernels.events_layout import CHANGES
+from torchrl_replay_ext.kernels.layouts import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers.bound_state import require_fitting_tables
 from torchrl_replay_ext.writers.event_rows import EventReader, EventRows

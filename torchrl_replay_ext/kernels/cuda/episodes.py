@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_replay_ext.kernels import episodes as loops
 from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.cuda.tree import Tree, mass_of, put, refresh, tree_of
-from torchrl_replay_ext.kernels.tree_layout import PAGE_BITS
+from torchrl_replay_ext.kernels.layouts import PAGE_BITS
 
 _PAGE_BITS = tl.constexpr(PAGE_BITS)
 _SLOT, _POSITION, _RECORD = tl.constexpr(loops.SLOT), tl.constexpr(loops.POSITION), tl.constexpr(loops.RECORD)

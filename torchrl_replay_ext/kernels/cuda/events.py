@@ -9,8 +9,8 @@ import torch
 
 from torchrl_replay_ext.functional import METHODS, table_ends
 from torchrl_replay_ext.kernels.cuda import tree as trees
+from torchrl_replay_ext.kernels.layouts import UNIT
 from torchrl_replay_ext.kernels.splitmix import uniform
-from torchrl_replay_ext.kernels.tree_layout import UNIT
 
 _MULTINOMIAL = METHODS.index("multinomial")
 

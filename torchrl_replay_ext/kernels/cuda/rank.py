@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.launch import in_blocks, jit
-from torchrl_replay_ext.kernels.rank_layout import BUCKETS, DROPPED_BITS, NEW, NOWHERE
+from torchrl_replay_ext.kernels.layouts import BUCKETS, DROPPED_BITS, NEW, NOWHERE
 
 _BUCKETS, _DROPPED_BITS = tl.constexpr(BUCKETS), tl.constexpr(DROPPED_BITS)
 _NEW, _NOWHERE = tl.constexpr(NEW), tl.constexpr(NOWHERE)

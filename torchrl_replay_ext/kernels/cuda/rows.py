@@ -10,7 +10,7 @@ import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.cuda.tree import write, write_power
-from torchrl_replay_ext.kernels.reasons import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.layouts import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
 _WINDOW = tl.constexpr(WINDOW)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_blocks, in_one_block, jit, some, within
-from torchrl_replay_ext.kernels.tree_layout import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT, lowest_width
+from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT, lowest_width
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
 _UNIT = tl.constexpr(UNIT)
