@@ -1,4 +1,4 @@
-"""Random experience with stacked frames."""
+"""Experience with stacked frames."""
 
 import random
 from collections import deque
@@ -6,6 +6,15 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+
+
+def numbered_stacks(count, *, first=0, dtype=torch.uint8) -> TensorDict:
+    """Steps of one episode with stacks of 3 frames [2, 2], on the CPU; each pixel is the number of its frame."""
+    frames = torch.arange(first, first + count + 3, dtype=dtype, device="cpu").view(-1, 1, 1).expand(-1, 2, 2)
+    stacks = frames.unfold(0, 3, 1).movedim(-1, 1)
+    done = torch.zeros(count, 1, dtype=torch.bool, device="cpu")
+    following = {"observation": stacks[1:], "done": done, "terminated": done}
+    return TensorDict({"observation": stacks[:-1], "next": following}, [count], device="cpu").clone()
 
 
 class StackedStreams:

@@ -4,12 +4,13 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from tensordict import TensorDict
+from torch.utils._pytree import tree_leaves
 
 from tests import data
 from tests.data import buffer_with, random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.params import both_buffers
+from tests.stacks import numbered_stacks
 from torchrl_replay_ext import (
     Anneal,
     CompilableReplayBuffer,
@@ -39,15 +40,6 @@ SAMPLERS = {
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 
 
-def frames(count, first=0):
-    """Transitions with stacks of 3 frames, on the CPU."""
-    frame = torch.arange(first, first + count + 3, dtype=torch.uint8, device="cpu").view(-1, 1, 1).expand(-1, 2, 2)
-    stacks = frame.unfold(0, 3, 1).movedim(-1, 1)
-    done = torch.zeros(count, 1, dtype=torch.bool, device="cpu")
-    following = {"observation": stacks[1:].clone(), "done": done, "terminated": done.clone()}
-    return TensorDict({"observation": stacks[:-1].clone(), "next": following}, [count], device="cpu")
-
-
 def made(name, compilable):
     sampler = SAMPLERS[name](CAPACITY)
     if name == "frames":
@@ -64,8 +56,8 @@ def life(name, compilable, settings):
         settings: makes a context for each call of the buffer.
     """
     torch.manual_seed(0)
-    make = frames if name == "frames" else lambda count, first: random_rows(count, first=first).to("cpu")
-    written = [make(20, first=first) for first in (0, 20, 40)]
+    make = numbered_stacks if name == "frames" else random_rows
+    written = [make(20, first=first).to("cpu") for first in (0, 20, 40)]
     errors = torch.rand(10, BATCH) + 0.1
     rb, batches = None, []
 
@@ -92,25 +84,12 @@ def life(name, compilable, settings):
     if stats := getattr(rb.sampler, "stats", None):
         with settings():
             batches.append(stats())
-    return batches, rb.sampler.state_dict()
-
-
-def tensors_of(parts):
-    """All tensors of nested dicts and lists, by path."""
-    if isinstance(parts, torch.Tensor):
-        return {(): parts}
-    items = parts.items() if isinstance(parts, (dict, TensorDict)) else enumerate(parts) if parts is not None else ()
-    found = {key: part for key, part in items if isinstance(part, (torch.Tensor, dict, TensorDict, list, tuple))}
-    return {(key, *path): tensor for key, part in found.items() for path, tensor in tensors_of(part).items()}
+    return [batch.to_dict() for batch in batches], rb.sampler.state_dict()
 
 
 def assert_same(found, expected):
-    found, expected = tensors_of(found), tensors_of(expected)
-    assert found.keys() == expected.keys()
-    for path, tensor in found.items():
-        other = expected[path]
-        assert (tensor.dtype, tensor.device.type) == (other.dtype, "cpu"), path
-        torch.testing.assert_close(tensor, other, rtol=1e-6, atol=0, equal_nan=True, msg=str(path))
+    """Also dtypes and devices; ``expected`` lies on the CPU."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def alternating(first):
@@ -129,7 +108,7 @@ def alternating(first):
 def test_buffers_are_used_inside_and_outside_of_inference_mode(name, first):
     found = life(name, True, alternating(first))
     assert_same(found, life(name, True, nullcontext))
-    assert not any(tensor.is_inference() for tensor in tensors_of(found[1]).values())
+    assert not any(tensor.is_inference() for tensor in tree_leaves(found[1]))
 
 
 @every_sampler

@@ -14,6 +14,7 @@ from torchrl.data import (
 
 from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows, rows
 from tests.params import both_buffers
+from tests.stacks import numbered_stacks
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
     CompilableTensorStorage,
@@ -31,13 +32,6 @@ ON_LISTS = ["proportional", "rank", "recency"]
 # --- rows with a graph
 
 
-def frames(count: int) -> TensorDict:
-    stacks = torch.arange(1.0, count + 3).view(-1, 1, 1).expand(-1, 2, 2).unfold(0, 2, 1).movedim(-1, 1)
-    return TensorDict(
-        {"observation": stacks[:-1], "next": {"observation": stacks[1:]}, "value": torch.ones(count)}, [count]
-    )
-
-
 WRITES = {
     "extend": lambda rb, data: rb.extend(data),
     "wrapping": lambda rb, data: [rb.extend(data.clone()) for _ in range(4)],
@@ -53,8 +47,9 @@ def without_graph(rb):
     return not any(column.requires_grad for column in rb.storage[:].values(True, True))
 
 
-def times(data, parameter):
-    return TensorDict({key: column * parameter for key, column in data.items(True, True)}, data.shape)
+def rows_with_graph(parameter):
+    data = numbered_stacks(3, first=1, dtype=torch.float32).set("value", torch.ones(3))
+    return data.apply(lambda column: column * parameter if column.is_floating_point() else column)
 
 
 @pytest.mark.parametrize("storage", [CompilableTensorStorage, FrameStackStorage])
@@ -63,7 +58,7 @@ def test_rows_are_stored_without_their_graph(write, storage):
     rb = CompilableReplayBuffer(storage=storage(10), batch_size=2)
     parameter = torch.ones((), requires_grad=True)
     for _ in range(2):
-        data = times(frames(3), parameter)
+        data = rows_with_graph(parameter)
         WRITES[write](rb, data)
         # fails if a stored row has the graph of an earlier write
         data["value"].sum().backward()
@@ -74,17 +69,17 @@ def test_rows_are_stored_without_their_graph(write, storage):
 @pytest.mark.parametrize("storage", [CompilableTensorStorage, FrameStackStorage])
 def test_graphs_store_rows_without_their_graph(storage):
     rb = CompilableReplayBuffer(storage=storage(10), batch_size=2)
-    rb.extend(frames(3))
+    rb.extend(rows_with_graph(torch.ones(())))
     parameter = torch.ones((), requires_grad=True)
 
     @torch.compile(fullgraph=True)
-    def write(data):
-        data = times(data, parameter)
+    def write():
+        data = rows_with_graph(parameter)
         rb.extend(data)
         return data["value"].sum()
 
     for _ in range(2):
-        write(frames(3)).backward()
+        write().backward()
         assert without_graph(rb)
     assert len(rb) == 9 and parameter.grad == 6
 
