@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
+import string
 import weakref
 from collections.abc import Callable
 from importlib import import_module
@@ -30,6 +30,17 @@ _NAMESPACE = next(name for name in _NAMES if not hasattr(getattr(torch.ops, name
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
+def _schema(arguments: str) -> str:
+    """The arguments of a :class:`Kernel` in the notation of ``torch.library``."""
+    schema, letters = [], iter(string.ascii_lowercase)
+    for argument in arguments.split():
+        name, _, kind = argument.partition(":")
+        if name.endswith("!"):
+            name, kind = name[:-1], f"Tensor({next(letters)}!)"
+        schema.append(f"{kind or 'Tensor'} {name}")
+    return ", ".join(schema)
+
+
 class Kernel:
     """An operation on flat arrays that writes its results to its arguments.
 
@@ -39,15 +50,15 @@ class Kernel:
 
     Args:
         name: ``"<module>.<function>"`` of the loop.
-        arguments: the arguments of the loop in the notation of ``torch.library``; ``Tensor(a!)`` is changed in place.
-            The first one is a tensor. Tensors must be contiguous. In eager code on the CPU they may also
-            be NumPy arrays.
+        arguments: the names of the arguments of the loop, separated by spaces: ``name`` is a tensor, ``name!`` a tensor
+            that is changed in place, and ``name:int`` a number (or ``float``, ``bool``). The first one is a tensor.
+            Tensors must be contiguous. In eager code on the CPU they may also be NumPy arrays.
         for_cuda: True (default) if there is a version for CUDA. If not, the state lies on the CPU.
     """
 
     def __init__(self, name: str, arguments: str, *, for_cuda: bool = True):
         self._name, self._loop, self._launch, operation = name, None, None, name.replace(".", "_")
-        _library.define(f"{operation}({arguments}) -> ()")
+        _library.define(f"{operation}({_schema(arguments)}) -> ()")
         _library.impl(operation, self._on_cpu, "CPU")
         if for_cuda:
             _library.impl(operation, self._on_cuda, "CUDA")
@@ -161,140 +172,92 @@ def as_tensor(numbers: Any) -> Tensor:
     return torch.from_numpy(numbers) if type(numbers) is np.ndarray else numbers
 
 
-_TREE = "Tensor leaves, Tensor nodes, Tensor pages, int capacity, "
+_TREE = "leaves nodes pages capacity:int "
 
-tree_root = Kernel("tree.root", "Tensor nodes, Tensor(a!) value")
-tree_get = Kernel("tree.get", "Tensor leaves, Tensor pages, int capacity, Tensor index, Tensor(a!) mass")
-tree_draw = Kernel("tree.draw", _TREE + "Tensor u, Tensor(a!) leaf, Tensor(b!) mass")
-tree_find = Kernel("tree.find", _TREE + "Tensor target, Tensor(a!) leaf, Tensor(b!) mass")
-tree_prefix = Kernel("tree.prefix", _TREE + "Tensor index, Tensor(a!) total")
-tree_write = Kernel(
-    "tree.write",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, int capacity, Tensor index, Tensor mass",
-)
-tree_write_power = Kernel(
-    "tree.write_power",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor(c!) minima, Tensor pages, int capacity, Tensor index, Tensor d, "
-    "Tensor alpha",
-)
-tree_rebuild = Kernel("tree.rebuild", "Tensor leaves, Tensor(a!) nodes, Tensor(b!) minima, Tensor pages, int capacity")
-tree_refresh_maxima = Kernel("tree.refresh_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity, Tensor index")
-tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "Tensor leaves, Tensor(a!) maxima, int capacity")
+tree_root = Kernel("tree.root", "nodes value!")
+tree_get = Kernel("tree.get", "leaves pages capacity:int index mass!")
+tree_draw = Kernel("tree.draw", _TREE + "u leaf! mass!")
+tree_find = Kernel("tree.find", _TREE + "target leaf! mass!")
+tree_prefix = Kernel("tree.prefix", _TREE + "index total!")
+tree_write = Kernel("tree.write", "leaves! nodes! minima! pages capacity:int index mass")
+tree_write_power = Kernel("tree.write_power", "leaves! nodes! minima! pages capacity:int index d alpha")
+tree_rebuild = Kernel("tree.rebuild", "leaves nodes! minima! pages capacity:int")
+tree_refresh_maxima = Kernel("tree.refresh_maxima", "leaves maxima! capacity:int index")
+tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "leaves maxima! capacity:int")
 
-rows_drawn = Kernel(
-    "rows.drawn",
-    "Tensor generation, Tensor slots, Tensor density, Tensor smallest, Tensor beta, Tensor number, "
-    "Tensor(a!) drawn_at, Tensor(b!) draws, Tensor(c!) weight, Tensor(d!) stamp",
-)
 # the fields of PowerMasses
-_POWER = "Tensor(h!) leaves, Tensor(i!) nodes, Tensor(j!) minima, Tensor pages, int capacity, Tensor alpha, "
-rows_record = Kernel(
-    "rows.record",
-    "Tensor(a!) generation, Tensor(b!) number, Tensor(c!) drawn_at, Tensor(d!) d, Tensor largest, "
-    + _POWER
-    + "Tensor slots, bool stays",
-)
+_POWER = "leaves! nodes! minima! pages capacity:int alpha "
+
+rows_drawn = Kernel("rows.drawn", "generation slots density smallest beta number drawn_at! draws! weight! stamp!")
+rows_record = Kernel("rows.record", "generation! number! drawn_at! d! largest " + _POWER + "slots stays:bool")
 rows_update = Kernel(
     "rows.update",
-    "Tensor generation, Tensor drawn_at, Tensor draws, Tensor(b!) d, Tensor(c!) largest, Tensor(d!) counts, "
-    "Tensor limit, float eps, float smallest, bool squared, "
+    "generation drawn_at draws d! largest! counts! limit eps:float smallest:float squared:bool "
     + _POWER
-    + "Tensor slots, Tensor error, Tensor stamp, bool refuses, Tensor(e!) kept, Tensor(f!) kept_d, Tensor(g!) result",
+    + "slots error stamp refuses:bool kept! kept_d! result!",
 )
 
-# the arrays of an EpisodeIndex
-_EPISODES = (
-    "Tensor d_leaves, Tensor d_nodes, Tensor d_pages, int d_capacity, Tensor position_of, int num_lanes, int span, "
-    "Tensor lane_total, Tensor episode, Tensor start_of, Tensor is_finished, Tensor updated_at, Tensor totals, "
-    "Tensor maxima, int least_largest, Tensor generation"
-)
-reaper_reliability = Kernel("reaper.reliability", "Tensor slots, Tensor(a!) result, " + _EPISODES)
-reaper_smallest = Kernel("reaper.smallest", "Tensor masses, Tensor omega, Tensor(a!) result, " + _EPISODES)
-reaper_draw = Kernel(
-    "reaper.draw",
-    "Tensor seed, Tensor omega, " + _TREE + "Tensor(a!) leaf, Tensor(b!) density, " + _EPISODES,
-)
+# the fields of kernels.episodes.Episodes
+_EPISODES = "d_leaves! d_nodes! d_pages! d_capacity:int position_of! num_lanes:int span:int lane_total! episode! "
+_EPISODES += "start_of! is_finished! updated_at! totals! maxima! "
+_READ_EPISODES = _EPISODES.replace("!", "") + "least_largest:int generation "
 
-_MEMORY = "Tensor(a!) lane_episode, Tensor(b!) lane_next, Tensor(c!) count, Tensor(d!) free_records, "
-_MEMORY += "Tensor(e!) free_pages, "
-_SUMS = "Tensor(f!) d_leaves, Tensor(g!) d_nodes, Tensor(h!) d_pages, int d_capacity, Tensor(i!) position_of, "
-_SUMS += "int num_lanes, int span, Tensor(j!) lane_total, Tensor(k!) episode, Tensor(l!) start_of, "
-_SUMS += "Tensor(m!) is_finished, Tensor(n!) updated_at, Tensor(o!) totals, Tensor(p!) maxima"
-# the arguments of ``lanes.assign``
-_ASSIGNED = (
-    "Tensor(s!) lanes, Tensor(t!) interrupted, Tensor(u!) result, Tensor slots, Tensor trajectory, Tensor ended, "
-    "Tensor initial, bool is_assigned, int strictness, "
-)
+reaper_reliability = Kernel("reaper.reliability", "slots result! " + _READ_EPISODES)
+reaper_smallest = Kernel("reaper.smallest", "masses omega result! " + _READ_EPISODES)
+reaper_draw = Kernel("reaper.draw", "seed omega " + _TREE + "leaf! density! " + _READ_EPISODES)
+
+# the arguments of lanes.assign, and the fields of kernels.episodes.Memory
+_ASSIGNED = "lanes! interrupted! outcome! slots trajectory ended initial is_assigned:bool strictness:int "
+_MEMORY = "lane_episode! lane_next! count! free_records! free_pages! "
 
 episodes_write = Kernel(
-    "episodes.write",
-    _ASSIGNED + "Tensor finished, Tensor d, Tensor num_writes, Tensor(v!) changes, " + _MEMORY + _SUMS,
-    for_cuda=False,
+    "episodes.write", _ASSIGNED + "finished d num_writes changes! " + _MEMORY + _EPISODES, for_cuda=False
 )
-episodes_remove = Kernel(
-    "episodes.remove", "Tensor slots, bool stops, Tensor(v!) changes, " + _MEMORY + _SUMS, for_cuda=False
-)
-episodes_apply = Kernel("episodes.apply", "Tensor changes, int num_removed, Tensor d, Tensor num_writes, " + _SUMS)
-episodes_update = Kernel("episodes.update", "Tensor slots, Tensor d, Tensor number, " + _SUMS)
+episodes_remove = Kernel("episodes.remove", "slots stops:bool changes! " + _MEMORY + _EPISODES, for_cuda=False)
+episodes_apply = Kernel("episodes.apply", "changes num_removed:int d num_writes " + _EPISODES)
+episodes_update = Kernel("episodes.update", "slots d number " + _EPISODES)
 
 slices_write = Kernel(
     "slices.write",
-    _ASSIGNED + "Tensor(i!) changes, bool is_padded, Tensor(a!) time, Tensor(b!) following, Tensor(c!) recent, "
-    "Tensor(d!) rows, Tensor(e!) run, Tensor(h!) firsts, Tensor(f!) leaves, Tensor(g!) nodes, Tensor pages, "
-    "int capacity",
+    _ASSIGNED + "changes! is_padded:bool time! following! recent! rows! run! firsts! leaves! nodes! pages capacity:int",
     for_cuda=False,
 )
-slices_walk = Kernel("slices.walk", "Tensor start, Tensor following, Tensor leaves, Tensor(a!) slots, Tensor(b!) mask")
+slices_walk = Kernel("slices.walk", "start following leaves slots! mask!")
 
-_RANK = "Tensor(a!) bucket, Tensor(b!) place, Tensor(c!) members, Tensor(d!) start, Tensor(e!) room, "
-_RANK += "Tensor(f!) counts, Tensor(g!) top"
+_RANK = "bucket! place! members! start! room! counts! top! "
 
-rank_move = Kernel("rank.move", _RANK + ", Tensor slots, Tensor d")
-rank_draw = Kernel(
-    "rank.draw",
-    "Tensor members, Tensor start, Tensor counts, int size, Tensor cumulative, Tensor alpha, Tensor u, "
-    "Tensor(a!) slot, Tensor(b!) density, Tensor(c!) smallest",
-)
+rank_move = Kernel("rank.move", _RANK + "slots d")
+rank_draw = Kernel("rank.draw", "members start counts size:int cumulative alpha u slot! density! smallest!")
 rank_rebuild = Kernel("rank.rebuild", _RANK)
-rank_find = Kernel("rank.find", "Tensor members, Tensor start, Tensor counts, int size, Tensor rank, Tensor(a!) slot")
-rank_rank_of = Kernel(
-    "rank.rank_of", "Tensor bucket, Tensor place, Tensor members, Tensor counts, Tensor slots, Tensor(a!) rank"
-)
-rank_tabulate = Kernel("rank.tabulate", "Tensor(a!) cumulative, Tensor(b!) exponent, Tensor alpha, float step")
+rank_find = Kernel("rank.find", "members start counts size:int rank slot!")
+rank_rank_of = Kernel("rank.rank_of", "bucket place members counts slots rank!")
+rank_tabulate = Kernel("rank.tabulate", "cumulative! exponent! alpha step:float")
 
-# the arrays of EventTables
-_EVENTS = (
-    "Tensor(g!) slot_at, Tensor(h!) links, Tensor(i!) position_of, Tensor(j!) heads, Tensor(k!) counts, "
-    "Tensor begins, Tensor(l!) number, Tensor(m!) step_before, Tensor(n!) free, Tensor(o!) counters, Tensor(p!) journal"
-)
-_READ_EVENTS = re.sub(r"\(\w!\)", "", _EVENTS)
+# the fields of kernels.events.Tables
+_TABLES = "slot_at! links! position_of! heads! counts! begins number! step_before! free! counters! journal! "
+_READ_TABLES = _TABLES.replace("!", "")
+
 events_write = Kernel(
     "events.write",
-    "Tensor(a!) last_steps, Tensor(c!) cut, Tensor(b!) slots, Tensor stream, Tensor trajectory, Tensor ends, "
-    "Tensor starts, Tensor occurred, Tensor table_of, Tensor history, " + _EVENTS,
+    "last_steps! cut! slots! stream trajectory ends starts occurred table_of history " + _TABLES,
     for_cuda=False,
 )
-events_remove = Kernel("events.remove", "Tensor slots, " + _EVENTS, for_cuda=False)
-events_order = Kernel("events.order", "Tensor(a!) result, int table, " + _READ_EVENTS, for_cuda=False)
-events_earlier = Kernel("events.earlier", "Tensor(a!) slots, int slot, int number, " + _READ_EVENTS, for_cuda=False)
+events_remove = Kernel("events.remove", "slots " + _TABLES, for_cuda=False)
+events_order = Kernel("events.order", "result! table:int " + _READ_TABLES, for_cuda=False)
+events_earlier = Kernel("events.earlier", "slots! slot:int number:int " + _READ_TABLES, for_cuda=False)
 events_set_masses = Kernel(
     "events.set_masses",
-    "Tensor(a!) leaves, Tensor(b!) nodes, Tensor pages, Tensor d, Tensor alpha, Tensor slots, Tensor slot_at, "
-    "Tensor position_of, Tensor counts, Tensor journal, int begin, int end",
+    "leaves! nodes! pages d alpha slots slot_at position_of counts journal begin:int end:int",
 )
-events_mixture = Kernel(
-    "events.mixture", "Tensor slots, Tensor per_mass, Tensor leaves, Tensor position_of, Tensor(a!) probability"
-)
+events_mixture = Kernel("events.mixture", "slots per_mass leaves position_of probability!")
 events_draw = Kernel(
     "events.draw",
-    "Tensor seed, Tensor shares, Tensor min_sizes, int allocation, Tensor leaves, Tensor nodes, Tensor pages, "
-    "bool is_uniform, Tensor counts, Tensor begins, Tensor slot_at, Tensor position_of, bool is_mixed, "
-    "Tensor(a!) table, Tensor(b!) eta, Tensor(c!) slots, Tensor(d!) density, Tensor(e!) probability",
+    "seed shares min_sizes allocation:int leaves nodes pages is_uniform:bool counts begins slot_at position_of "
+    "is_mixed:bool table! eta! slots! density! probability!",
 )
 
 frames_write = Kernel(
     "frames.write",
-    "Tensor slots, Tensor trajectory, Tensor before, Tensor after, Tensor(a!) streams, Tensor(b!) last, "
-    "Tensor(c!) held, Tensor(d!) frames, Tensor(e!) ids, Tensor(f!) references, Tensor(g!) free, Tensor(h!) places",
+    "slots trajectory before after streams! last! held! frames! ids! references! free! places!",
     for_cuda=False,
 )
