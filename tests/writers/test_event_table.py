@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import pickle
-import sys
 
 import pytest
 import torch
@@ -305,12 +303,6 @@ def test_several_streams_must_be_told_apart():
         rb.extend(scripted(10))
 
 
-def test_a_function_that_cannot_be_sent_is_named():
-    tables = EventTables([EventSpec("low", lambda td: td["x"], 1)], {"low": 5})
-    with pytest.raises(TypeError, match=r"EventSpec\('low'\): its condition cannot be sent to another process"):
-        pickle.dumps(tables)
-
-
 def test_storages_that_do_not_fit():
     tables = EventTables([SPEC], {"a": 5, "default": 10}, retention="pinned")
     with pytest.raises(ValueError, match=r"has 12 slots, the capacities add up to 15"):
@@ -368,13 +360,6 @@ def test_a_row_may_be_a_tensorclass(capacity):
     for number in range(3):
         assert rb.add(Row(end=torch.tensor([number == 2]), batch_size=[])) == number
     assert tables["end"].index().tolist() == [1, 2]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
-def test_errors_of_a_condition_name_the_event():
-    with pytest.raises(KeyError) as caught:
-        EventSpec("goal", lambda data: data["nope"], 3).signal(scripted(4))
-    assert caught.value.__notes__ == ["This is the condition of EventSpec('goal')."]
 
 
 def test_tables_belong_to_one_buffer():

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -88,20 +88,6 @@ def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTab
             "with the storage size of the saved one."
         )
     require_fitting(call, state, tables.tensors())
-
-
-class Setting(Protocol):
-    """A value that a user sets and that a schedule may change; it does not depend on the stored transitions."""
-
-    annealed: bool
-
-    def state(self) -> Tensor:
-        """The state to save, on the CPU."""
-        ...
-
-    def load(self, state: Tensor) -> None:
-        """Restore a :meth:`state`."""
-        ...
 
 
 class BoundState(SlotState):
@@ -238,8 +224,11 @@ class BoundState(SlotState):
 
     # --- save and load
 
-    def settings(self) -> dict[str, Setting]:
-        """What is saved and does not depend on the stored transitions. Default: the hyperparameters."""
+    def settings(self) -> dict[str, Any]:
+        """What a user sets and a schedule may change, to save: objects with ``state()`` and ``load(state)``.
+
+        Default: the hyperparameters.
+        """
         return {**self.hyperparameters}
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from torchrl_replay_ext.core.pair_counts import PairCounts
 from torchrl_replay_ext.functional import METHODS, Allocation, allocate
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, events_draw
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
-from torchrl_replay_ext.samplers.bound_state import Setting
 from torchrl_replay_ext.samplers.entry_masses import EntryMasses
 from torchrl_replay_ext.samplers.proportional import MAX_PRIORITY, largest_priority
 from torchrl_replay_ext.samplers.rows import RowView
@@ -375,7 +374,7 @@ class EventTableSampler(ReplaySampler):
 
     # --- state
 
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> dict[str, Any]:
         """The hyperparameters and η of each table."""
         return {**super().settings(), "eta": self._shares}
 

@@ -16,7 +16,6 @@ from torchrl.data.replay_buffers import RandomSampler
 
 from torchrl_replay_ext.arguments import require_integer, shown
 from torchrl_replay_ext.buffers import CompilableReplayBuffer
-from torchrl_replay_ext.samplers.bound_state import Setting
 from torchrl_replay_ext.samplers.event_table import EventTableSampler
 from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows
 from torchrl_replay_ext.sharding.processes import Shards, start_shards, warn
@@ -369,7 +368,7 @@ class ShardedReplayBuffer:
         files = [file_of(newest, number) for number in range(len([*newest.glob("*.pt")]))]
         self._load(files, torch.load(newest / _SETTINGS))
 
-    def _settings(self) -> dict[str, Setting]:
+    def _settings(self) -> dict[str, Any]:
         """The hyperparameters; this object counts updates and batches for all shards."""
         return {} if self._model is None else self._model.settings()
 
