@@ -8,7 +8,7 @@ import torch
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_with, learn, random_rows
+from tests.data import buffer_with, event_sampler, learn, random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.params import both_buffers, slow_but
 from torchrl_replay_ext import (
@@ -129,6 +129,19 @@ def test_a_captured_graph_ignores_the_generator_of_the_buffer(name, device):
 @pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
 def test_draws_and_updates_of_a_compilable_buffer_never_wait(name, device):
     assert waits(device, filled(SAMPLERS[name](), compilable=True))[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"correction": "conditional", "pair_keys": ("event",)},
+        {"priority": {"kind": "proportional"}},
+        {"priority": {"kind": "proportional"}, "default": SIZE - 60},
+    ],
+    ids=str,
+)
+def test_with_event_tables_a_write_waits_once_and_draws_and_updates_never(options, device):
+    assert waits(device, filled(event_sampler(60, "event", **options), compilable=True)) == (1, 0)
 
 
 @both_buffers

@@ -45,17 +45,6 @@ def test_values_are_those_of_a_loop(kind, shape, trunk):
         torch.testing.assert_close(q[place], expected)
 
 
-def test_the_mean_of_q_is_v():
-    """For a policy of three actions: the mean over all actions and over all pairs of samples is V."""
-    network, observation = make(StochasticDuelingNetwork), randn(OBSERVATION)
-    probability, atoms = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), randn(3, ACTION)
-    mean = torch.zeros(1, dtype=torch.float64)
-    for a, first, second in itertools.product(range(3), repeat=3):
-        q, v = network(observation, atoms[[a]], atoms[[first, second]])
-        mean = mean + probability[[a, first, second]].prod() * q[0]
-    torch.testing.assert_close(mean, v)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(4, ACTION), (4, 1, 1, ACTION), (3, 1, ACTION)])
 def test_shapes_that_do_not_fit(kind, shape):

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torchrl.modules import ActorValueOperator, MaskedCategorical, OneHotCategorical, ProbabilisticActor
+from torchrl.modules import MaskedCategorical, OneHotCategorical, ProbabilisticActor
 
 from tests.objectives.trajectories import (
     HIDDEN,
@@ -305,25 +305,6 @@ def test_actions_that_are_not_allowed(statistics, c, value):
 
 
 # --- the conventions of TorchRL's loss modules
-
-
-def test_actor_and_critic_of_one_operator():
-    """An ActorValueOperator, TorchRL's way to share a trunk, works with the loss."""
-    networks, batch = Networks(trunk="hidden"), rows()
-    operator = ActorValueOperator(
-        TensorDictModule(networks.trunk, in_keys=["observation"], out_keys=["hidden"]),
-        ProbabilisticActor(
-            TensorDictModule(networks.policy_head, in_keys=["hidden"], out_keys=["logits"]),
-            in_keys=["logits"],
-            distribution_class=Categorical,
-        ),
-        networks.critic(),
-    )
-    found = []
-    for critic in (operator.get_value_head(), operator.get_value_operator()):
-        loss = averaged(ACERLoss(operator.get_policy_operator(), critic))
-        found.append(gradients(losses(loss(batch)), list(networks.parameters())))
-    assert_same_gradients(*found)
 
 
 @pytest.mark.parametrize("distribution", [torch.distributions.OneHotCategorical, OneHotCategorical])

@@ -220,17 +220,6 @@ def algorithm(setting: Setting, batch: TensorDict) -> Sums:
     return sums.means(count)
 
 
-# --- statistics
-
-
-def test_a_scale_that_is_no_statistic_is_left_alone():
-    setting, batch = Setting(statistics=LOC), rows()
-    result = setting.loss(batch)
-    scale = list(setting.networks.head.log_scale.parameters())
-    assert torch.autograd.grad(result["loss_actor"], scale, allow_unused=True, retain_graph=True) == (None, None)
-    assert all(g.any() for g in gradients(result["loss_entropy"], scale))
-
-
 # --- draws
 
 

@@ -185,21 +185,6 @@ def test_only_the_networks_learn(acer):
     assert all(not result[key].requires_grad for key in setting.loss._DIAGNOSTICS)
 
 
-@both
-def test_actor_and_critic_learn_from_their_own_loss(acer):
-    """No gradient flows to the policy through sampled actions, or to the critic from the actor's loss."""
-    setting, batch = acer.Setting(statistics=acer.STATISTICS[-1]), acer.rows()
-    result = setting.loss(batch)
-    of_policy = list(setting.networks.actor().parameters())
-    of_critic = [p for p in setting.parameters if not any(p is q for q in of_policy)]
-    others = {"loss_actor": of_critic, "loss_entropy": of_critic, "loss_qvalue": of_policy}
-    if acer is continuous:
-        others["loss_value"] = of_policy + list(setting.networks.critic.advantage_net.parameters())
-    for key, of_others in others.items():
-        found = torch.autograd.grad(result[key], of_others, allow_unused=True, retain_graph=True)
-        assert found == (None,) * len(of_others)
-
-
 # --- weights and masks that are ignored
 
 

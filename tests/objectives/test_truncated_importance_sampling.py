@@ -1,9 +1,8 @@
-"""The baselines TIS and A3C of ACER, against a loop over single steps that follows App. E.2."""
+"""The baseline TIS of ACER (A3C if it is on-policy), against a loop over single steps that follows App. E.2."""
 
 import math
 
 import pytest
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributions import Normal
@@ -13,17 +12,8 @@ from tests.objectives.test_acer_continuous import BOTH, STATISTICS, Setting, dis
 from tests.objectives.trajectories import (
     Sums,
     assert_agrees,
-    assert_same_gradients,
     episodes,
-    gradients,
-    losses,
 )
-
-TIS = "truncated_importance_sampling"
-
-
-def setting_of(**arguments) -> Setting:
-    return Setting(returns=TIS, **arguments)
 
 
 def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:
@@ -80,44 +70,10 @@ def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:
 )
 @pytest.mark.parametrize("mask", [False, True])
 def test_is_appendix_e2(arguments, mask):
-    setting = setting_of(**{"c": 2.0, **arguments})
+    setting = Setting(returns="truncated_importance_sampling", **{"c": 2.0, **arguments})
     batch = rows(mask=mask, squashed=setting.squashed)
     result = setting.loss(batch)
     assert_agrees(result, appendix_e2(setting, batch))
     if arguments.get("trust_region"):
         # the constraint is active in some steps, but not in all
         assert 0 < result["tr_active"] < 1
-
-
-@pytest.mark.parametrize("c", [1.0, 5.0, math.inf])
-def test_on_policy_it_is_the_advantage_actor_critic(c):
-    """A3C (Eq. 2), with V evaluated and returns accumulated for whole rows."""
-    setting = setting_of(c=c, trust_region=False, statistics=BOTH, entropy_coeff=0.0)
-    batch = rows()
-    batch["loc"], batch["scale"] = (x.detach() for x in setting.networks.policy(batch["observation"]))
-    batch["action"] = Normal(batch["loc"], batch["scale"]).sample()
-    result = setting.loss(batch)
-    value = setting.networks.critic.state_value(batch["observation"]).squeeze(-1)
-    following = setting.networks.critic.state_value(batch["next", "observation"]).squeeze(-1).detach()
-    done, terminated = (batch["next", key].squeeze(-1) for key in ("done", "terminated"))
-    following = following.masked_fill(terminated, 0.0)
-    target = torch.zeros_like(following)
-    for t in reversed(range(batch.shape[1])):
-        later = (
-            following[:, t] if t == batch.shape[1] - 1 else torch.where(done[:, t], following[:, t], target[:, t + 1])
-        )
-        target[:, t] = batch["next", "reward"][:, t, 0] + setting.loss.gamma * later
-    log_pi = Normal(*setting.networks.policy(batch["observation"])).log_prob(batch["action"]).sum(-1)
-    expected = ((target - value).square() / 2 - (target - value).detach() * log_pi).mean()
-    assert abs(result["rho"].item() - 1) < 1e-12
-    torch.testing.assert_close(batch["td_error"], (target - value).square().detach())
-    assert_same_gradients(gradients(losses(result), setting.parameters), gradients(expected, setting.parameters))
-
-
-def test_neither_q_learns_nor_are_actions_drawn():
-    setting, batch = setting_of(), rows()
-    before = torch.get_rng_state()
-    result = setting.loss(batch)
-    assert torch.equal(torch.get_rng_state(), before)
-    advantage = list(setting.networks.critic.advantage_net.parameters())
-    assert not any(g.any() for g in gradients(losses(result), advantage))

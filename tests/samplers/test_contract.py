@@ -9,7 +9,6 @@ from functools import cache
 import pytest
 import torch
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler
 
 from tests.data import buffer_of, buffer_with, learn, rows
 from tests.operations import CASES, Driven
@@ -23,8 +22,6 @@ from torchrl_replay_ext import (
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
-    RecencySampler,
-    TrajectoryRetraceSampler,
 )
 
 prioritized = pytest.mark.parametrize("make", [ProportionalSampler, RankBasedSampler, ReaPERSampler])
@@ -183,17 +180,6 @@ def test_a_copy_draws_the_same_and_goes_on_alike(name, how, tmp_path):
 
 
 @every_sampler
-def test_the_state_of_another_size_is_refused_and_changes_nothing(name):
-    used = driven(name)
-    for seed in range(2, 30):
-        other = driven(name, seed, operations=5)
-        if other.setting.capacity != used.setting.capacity:
-            break
-    with Refuses(used.buffer, ValueError, "load_state_dict"):
-        used.buffer.sampler.load_state_dict(other.buffer.sampler.state_dict())
-
-
-@every_sampler
 def test_a_state_with_rows_that_the_storage_does_not_hold_is_refused(name):
     used = driven(name)
     state = copy.deepcopy(used.buffer.state_dict())
@@ -323,34 +309,35 @@ def test_bad_td_errors_name_the_first_offender(make, bad, td_error):
         buffer.update_priority(torch.tensor([41, 37, 45]), torch.tensor([1.0, bad, bad]))
 
 
-@prioritized
-@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (3, 2)])
-def test_td_errors_of_a_wrong_shape_are_refused(make, shape):
-    buffer = buffer_of(make)
-    buffer.extend(rows(5))
-    with Refuses(buffer, ValueError, "one TD error per transition"):
-        buffer.update_priority(torch.tensor([0, 1, 2]), torch.ones(shape))
-
-
-@prioritized
-@pytest.mark.parametrize("index", [-9, 5, 1_000, [3, 0], [0, 2], [-4, 1], [0, -3]], ids=str)
-def test_indices_out_of_range_are_refused(make, index):
-    ndim = 1 if isinstance(index, int) else 2
-    buffer = buffer_with(make(10), 10, ndim=ndim)
-    buffer.extend(rows(5) if ndim == 1 else rows(3, 2))
-    with Refuses(buffer, IndexError, "out of range"):
-        buffer.update_priority(torch.tensor([[0] * 2 if ndim == 2 else 0, index]), torch.ones(2))
-
-
-def test_updates_of_an_empty_buffer_are_refused():
+# of a buffer with 5 rows; the random operations have further ones
+@pytest.mark.parametrize(
+    ("index", "shape", "error", "message"),
+    [
+        *(([0, 1, 2], shape, ValueError, "one TD error per transition") for shape in ((1,), (2,), (4,), (3, 2))),
+        *(([0, slot], (2,), IndexError, "out of range") for slot in (-9, 5, 1_000)),
+    ],
+    ids=str,
+)
+def test_updates_that_do_not_fit_are_refused(index, shape, error, message):
+    buffer = buffer_of(ProportionalSampler)
     with pytest.raises(IndexError, match=r"ProportionalSampler.update_priority: the storage is empty"):
-        buffer_of(ProportionalSampler).update_priority(torch.arange(3), torch.ones(3))
+        buffer.update_priority(torch.tensor(index), torch.ones(shape))
+    buffer.extend(rows(5))
+    with Refuses(buffer, error, message):
+        buffer.update_priority(torch.tensor(index), torch.ones(shape))
 
 
-@prioritized
-def test_a_capacity_smaller_than_the_storage_is_refused(make):
+@pytest.mark.parametrize("index", [[3, 0], [0, 2], [-4, 1], [0, -3]], ids=str)
+def test_each_index_of_several_columns_must_be_in_range(index):
+    buffer = buffer_of(ProportionalSampler, ndim=2)
+    buffer.extend(rows(3, 2))
+    with Refuses(buffer, IndexError, "out of range"):
+        buffer.update_priority(torch.tensor([[0, 0], index]), torch.ones(2))
+
+
+def test_a_capacity_smaller_than_the_storage_is_refused():
     with pytest.raises(ValueError, match="capacity"):
-        buffer_with(make(4), 8).extend(rows(2))
+        buffer_with(ProportionalSampler(4), 8).extend(rows(2))
 
 
 def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
@@ -358,13 +345,6 @@ def test_a_subclass_cannot_refuse_td_errors_that_its_base_takes():
 
         class Own(ProportionalSampler):
             takes_priorities = False
-
-
-@pytest.mark.parametrize("sampler", [RecencySampler(), TrajectoryRetraceSampler(8, slice_len=2, behaviour_keys=())])
-def test_samplers_without_priorities(sampler):
-    """TorchRL's buffers write no TD errors for RecencySampler; slices may have anchors with priorities."""
-    assert isinstance(sampler, PrioritizedSampler) == isinstance(sampler, TrajectoryRetraceSampler)
-    assert not sampler.takes_priorities
 
 
 def test_without_priorities_the_error_is_about_priorities():

@@ -243,11 +243,6 @@ def test_one_graph_draws_what_eager_code_draws():
                 policy.module.weight.mul_(0.9)
 
 
-def test_the_choice_among_candidates_cannot_be_assigned():
-    with pytest.raises(AttributeError):
-        DecoupledSampler(RandomSampler(), POLICY).num_candidates = 3
-
-
 LOGITS = TensorDictModule(torch.nn.Linear(3, 3), in_keys=["observation"], out_keys=["logits"])
 GREEDY = QValueActor(torch.nn.Linear(3, 3), in_keys=["observation"], spec=OneHot(3))
 WIDE = {"low": -torch.ones(2), "high": torch.tensor([1.0, 2.0])}

@@ -1,4 +1,4 @@
-"""EventTableSampler: mixtures of tables, allocations, priorities inside tables, state and accelerators."""
+"""EventTableSampler: mixtures of tables, allocations, priorities inside tables, and state."""
 
 import math
 import re
@@ -10,10 +10,9 @@ from torchrl.data.replay_buffers import RandomSampler
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from tests.chi_square import p_value
-from tests.data import buffer_with, learn
-from tests.emulated_device import EmulatedDevice
+from tests.data import buffer_with
 from tests.events import scripted
-from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update, with_pairs
+from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, tables_of, update
 from tests.samplers.experience import probabilities
 from torchrl_replay_ext import (
     Anneal,
@@ -250,42 +249,3 @@ def test_what_does_not_fit_together():
     for value in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ValueError, match="event_share"):
             rb.sampler.event_share = value
-
-
-# --- accelerators
-
-# the files of event tables, and the one whose functions read from an accelerator for all
-TABLE_FILES = (
-    "torchrl_replay_ext/compilation.py",
-    *("core/event_", "core/pair_counts", "writers/event_"),
-    *("samplers/event_table", "samplers/entry_masses", "samplers/table_"),
-)
-
-
-@pytest.mark.parametrize(
-    ("retention", "kind", "correction"),
-    [("ring", None, "conditional"), ("ring", "proportional", None), ("pinned", "proportional", None)],
-)
-def test_on_an_accelerator_a_write_reads_the_data_once_and_draws_and_updates_read_nothing(retention, kind, correction):
-    priority = kind and {"kind": kind}
-    with EmulatedDevice("torchrl_replay_ext") as device:
-        sampler = sampler_of(tables_of(retention, 28), correction=correction, priority=priority)
-        rb = buffer_with(sampler, 60, compilable=True, device="emulated", batch_size=16)
-        # evictions, full lists and sorts occur in the second half
-        data = with_pairs(scripted(240, streams=2, seed=3, p_event=0.15)).to("emulated")
-        for part in data[:120].split(20):
-            rb.extend(part)
-            learn(rb)
-
-        def waits():
-            found = {wait: n for wait, n in device.waits.items() if any(name in wait[1] for name in TABLE_FILES)}
-            device.reset()
-            return found
-
-        device.reset()
-        for part in data[120:].split(8):
-            rb.extend(part)
-            ((kind_of_wait, place), count), *others = waits().items()
-            assert (kind_of_wait, count, others) == ("copy to the CPU", 1, []) and "compilation.py" in place
-            learn(rb)
-            assert not waits()

@@ -123,14 +123,6 @@ def test_it_is_saved_copied_and_emptied(reward_sampler, known):
         rb.sample(4)
 
 
-def test_draws_without_any_priority_raise_an_error(reward_sampler):
-    rb = buffer(reward_sampler())
-    rb.extend(rows(0, 6))
-    rb.update_priority(torch.arange(6), torch.zeros(6))
-    with pytest.raises(RuntimeError, match="all priorities are 0"):
-        rb.sample(4)
-
-
 def test_a_missing_entry_is_named(reward_sampler):
     with pytest.raises(KeyError, match=r"RewardSampler: the stored data has no entry \('next', 'reward'\)"):
         buffer(reward_sampler()).extend(TensorDict({"number": torch.arange(2)}, [2]))

@@ -103,10 +103,3 @@ def test_extreme_half_lives(half_life):
         assert p_value(batch["number"] // 100, torch.ones(10)) > LEVEL
     weight = batch["priority_weight"]
     assert bool((weight.isfinite() & (weight >= 0) & (weight <= 1)).all())
-
-
-def test_the_half_life_cannot_be_assigned():
-    sampler = RecencySampler(8, half_life=3.0)
-    with pytest.raises(AttributeError):
-        sampler.half_life = 1000.0
-    assert sampler.half_life == 3.0

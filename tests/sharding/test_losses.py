@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from tests.params import slow_but
 from tests.sharding.shards import (
@@ -104,20 +103,6 @@ def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
         fill(many)
 
 
-def test_late_updates_of_an_earlier_process_are_dropped():
-    many = filled("proportional", 2)
-    batch = many.sample()
-    batch["td_error"] = torch.full((BATCH,), 100.0)
-    silently_restarted(many, 1)
-    with pytest.warns(UserWarning, match="shard 1 of"):
-        many.sample()
-    # the same slots, with the same numbers of writes
-    fill(many)
-    many.update_tensordict_priority(batch)
-    after = many._shards.handles[1].replay._buffer.sampler.state_dict()["priority"]
-    assert (after.abs() <= 1).all()
-
-
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -181,12 +166,6 @@ def test_a_thousand_random_operations_with_kills(name, tmp_path):
         sample()
         require_own_priorities(many)
     assert many.stats()["lost_shards"] > 10 and saved
-
-
-def silently_restarted(many, number):
-    """A process that ends and is started again before the next call."""
-    many._shards.handles[number].kill()
-    many._shards.handles[number].restart()
 
 
 @pytest.mark.parametrize("change", ["empty", "load_state_dict", "loads"])
