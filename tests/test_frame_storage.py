@@ -156,14 +156,6 @@ class TestSaving:
             extend(streams.chunk("interleaved", 5), restored, plain)
             assert_same(restored, plain)
 
-    def test_the_state_of_an_empty_buffer(self, full):
-        once, _, streams = full
-        once.load_state_dict(pair(12)[0].state_dict())
-        assert len(once) == once.storage.num_frames == 0
-        plain = pair(12)[1]
-        extend(streams.chunk("any", 20), once, plain)
-        assert_same(once, plain)
-
     def test_only_frames_that_are_needed_are_saved(self):
         storage = FrameStackStorage(1000)
         storage.set(torch.arange(5), StackedStreams(1, end=0, still=0).rollout([0] * 5))
@@ -238,9 +230,7 @@ def test_a_compiled_write_raises_the_same_errors():
     streams = StackedStreams(1, end=0, still=0)
     rb.extend(streams.rollout([0] * 3))
     compiled = torch.compile(lambda data: rb.extend(data), fullgraph=True)
-    data = streams.rollout([0] * 3)
-    compiled(data.clone())
-    assert torch.equal(storage.get(torch.arange(3, 6))["observation"], data["observation"])
+    compiled(streams.rollout([0] * 3))
     with pytest.raises(ValueError, match=APART):
         compiled(changed(streams.rollout([0] * 3), "observation", lambda stacks: 255 - stacks))
     with pytest.raises(RuntimeError, match="frame_capacity="):

@@ -20,6 +20,7 @@ from torchrl_replay_ext import (
 
 SOME_SAMPLERS = ["proportional", "reaper", "slices", "tables"]
 some_samplers = pytest.mark.parametrize("name", SOME_SAMPLERS)
+samplers_and_frames = pytest.mark.parametrize("name", [*SOME_SAMPLERS, "frames"])
 
 
 def sampler_of(name):
@@ -77,17 +78,17 @@ def test_a_state_of_another_capacity_is_refused(name, way, part, size, count, co
 
 
 @both_buffers
-@some_samplers
+@samplers_and_frames
 @pytest.mark.parametrize("num_rows", [0, 3, 6])
 def test_the_state_of_an_empty_buffer_can_be_loaded(name, compilable, num_rows):
     empty, rb = (filled(name, 4, 0, compilable) for _ in range(2))
     for row in range(num_rows):
-        rb.extend(random_rows(1, first=row))
+        rb.extend(rows_of(name, 1, first=row))
     rb.load_state_dict(empty.state_dict())
     assert len(rb) == 0
     with pytest.raises((RuntimeError, ValueError), match="empty"):
         rb.sample()
-    rb.extend(random_rows(3))
+    rb.extend(rows_of(name, 3))
     assert len(rb.sample()) == 8
 
 
@@ -143,7 +144,7 @@ def test_stored_rows_with_other_entries_are_refused(change):
     assert_same_state(buffer.state_dict(), before)
 
 
-@pytest.mark.parametrize("name", [*SOME_SAMPLERS, "frames"])
+@samplers_and_frames
 def test_a_state_in_memory_is_that_of_its_moment(name):
     buffer = filled(name, 64, 50, True)
     state, rows = buffer.state_dict(), buffer[:].clone()

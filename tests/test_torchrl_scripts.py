@@ -226,31 +226,6 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
             assert 0 < float(scores[0]) < float(scores[1])
 
 
-DIFF = """ first
--second
-+new
- third
---- other.py
-+begin
- end
-"""
-
-
-def test_a_diff_of_the_guide_replaces_lines_and_inserts_lines(tmp_path):
-    (tmp_path / "script.py").write_text("zeroth\nfirst\nsecond\nthird\n")
-    (tmp_path / "other.py").write_text("end\n")
-    apply(DIFF, tmp_path, "script.py")
-    assert (tmp_path / "script.py").read_text() == "zeroth\nfirst\nnew\nthird\n"
-    assert (tmp_path / "other.py").read_text() == "begin\nend\n"
-
-
-@pytest.mark.parametrize("content", ["first\nother\nthird\n", "first\nsecond\nthird\n" * 2])
-def test_a_diff_must_fit_in_exactly_one_place(content, tmp_path):
-    (tmp_path / "script.py").write_text(content)
-    with pytest.raises(AssertionError, match=r"places of script.py have the lines of this hunk, not one"):
-        apply(DIFF, tmp_path, "script.py")
-
-
 def test_every_diff_of_the_guide_is_applied_to_a_script():
     tested = [diff for heading in ("DQN", "TD3", "SAC", CHECKPOINT) for diff in guide_diffs(heading)]
     assert len(tested) == GUIDE.count("```diff") == 7
