@@ -79,9 +79,8 @@ def contents(rb, tables):
 
 
 def numbers_of(dtype):
-    """Some numbers of an integer dtype as a list and as a column, the limits among them if float64 is exact there."""
+    """Some numbers of an integer dtype, the smallest and the largest ones among them, as a list and as a column."""
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    low, high = max(low, -(2**53)), min(high, 2**53)
     numbers = sorted({low, min(low + 1, high), 0, 1, min(44, high), max(high - 1, low), high})
     return numbers, torch.tensor(numbers, dtype=dtype)
 
@@ -91,16 +90,16 @@ def numbers_of(dtype):
 def test_thresholds_compare_integers_with_any_number(dtype, op):
     numbers, column = numbers_of(dtype)
     low, high = numbers[0], numbers[-1]
-    values = [low, low + 0.5, 0, 1, 44, 300, -212, high - 1, high, 2**63, -(2**63), 2**70]
-    values += [-1, 256, 0.5, -0.5, 1 - 2.0**-40, 2.0**53 + 2, 2.0**63, -(2.0**63), 1e300, math.inf, -math.inf]
+    values = [low - 1, low, low + 0.5, 0, 1, 44, 300, -212, high - 1, high, high + 1, 2**63, -(2**63) - 1, 2**70]
+    values += [0.5, -0.5, 1 - 2.0**-40, 2.0**53 + 2, 2.0**63, -(2.0**63), 1e300, math.inf, -math.inf]
     for value in values:
         expected = [OPERATORS[op](number, value) for number in numbers]
         assert Threshold("x", op, value).occurs(column.unsqueeze(1)).flatten().tolist() == expected, value
 
 
-@pytest.mark.parametrize("value", [np.float32(2.5), np.int64(2**52 + 1), torch.tensor(2**52 + 1), torch.tensor(2.5)])
+@pytest.mark.parametrize("value", [np.float32(2.5), np.int64(2**62 + 1), torch.tensor(2**62 + 1), torch.tensor(2.5)])
 def test_the_value_of_a_threshold_may_be_of_numpy_or_torch(value):
-    numbers = [2, 3, 2**52, 2**52 + 1, 2**52 + 2]
+    numbers = [2, 3, 2**62, 2**62 + 1, 2**62 + 2]
     found = Threshold("x", ">=", value).occurs(torch.tensor(numbers))
     assert found.tolist() == [number >= value.item() for number in numbers]
 
@@ -109,9 +108,18 @@ def test_the_value_of_a_threshold_may_be_of_numpy_or_torch(value):
 @pytest.mark.parametrize("op", OPERATORS)
 def test_thresholds_of_fractions_have_the_precision_of_the_entry(dtype, op):
     column = torch.tensor([-math.inf, -2.0, 0.1, 300.0, math.inf, math.nan]).to(dtype)
-    for value in (0.1, 300, math.inf):
+    for value in (0.1, 300, 70_000.0, -1e300, math.inf):
         rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
+        if math.isinf(rounded):
+            rounded = value
         assert Threshold("x", op, value).occurs(column).tolist() == [OPERATORS[op](x, rounded) for x in column.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_large_integers_are_compared_with_floats(dtype):
+    column = torch.tensor([1e31, 1.0, -1e31], dtype=dtype)
+    assert Threshold("x", ">", 10**30).occurs(column).tolist() == [True, False, False]
+    assert Threshold("x", "<", -(10**30)).occurs(column).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("op", OPERATORS)

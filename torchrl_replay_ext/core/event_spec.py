@@ -7,6 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ _OPERATORS = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+# dtypes that torch 2.14 cannot compare by size, and wider ones
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 # rows of the sketch of Novel
 _ROWS = 4
 
@@ -34,8 +37,8 @@ _ROWS = 4
 class Threshold:
     """The condition ``data[key] op value`` of an event.
 
-    Integers and bools (0 and 1) are compared as float64, which is exact up to 2^53. Numbers of a floating-point dtype
-    are compared with ``value`` in the precision of this dtype.
+    Integers and bools (0 and 1) are compared exactly with any ``value``, also if it is a fraction or outside of the
+    range of their dtype. Numbers of a floating-point dtype are compared with ``value`` in the precision of this dtype.
 
     Args:
         key: an entry with one number per transition, for example ``("next", "reward")``.
@@ -59,13 +62,27 @@ class Threshold:
         require_nested_keys("Threshold", key=self.key)
         require_choice("Threshold", "op", self.op, [*_OPERATORS])
         require_number("Threshold", "value", self.value, lambda value: value == value, "a number, not NaN")
-        # the class is frozen
-        object.__setattr__(self, "value", float(self.value))
+        value = self.value.item() if isinstance(self.value, Tensor) else self.value
+        # Python compares these exactly, NumPy and torch do not
+        object.__setattr__(self, "value", int(value) if isinstance(value, Integral) else float(value))
 
     def occurs(self, column: Tensor) -> Tensor:
         """True where the condition holds."""
-        numbers = column if column.dtype.is_floating_point else column.to(torch.float64)
-        return _OPERATORS[self.op](numbers, self.value)
+        compare, value, dtype = _OPERATORS[self.op], self.value, column.dtype
+        if dtype.is_floating_point:
+            # torch would round a finite value to infinity
+            is_too_large = torch.finfo(dtype).max < abs(value) < math.inf
+            return compare(column.to(torch.float64) if is_too_large else column, float(value))
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        is_inside = low <= value <= high
+        if not is_inside or (self.op in ("==", "!=") and value != math.floor(value)):
+            # the result is the same for all numbers of this dtype
+            return torch.full_like(column, compare(low, value), dtype=torch.bool)
+        whole = math.floor(value) if self.op in (">", "<=") else math.ceil(value)
+        if dtype == torch.uint64:
+            # int64 numbers in the same order
+            return compare(column.view(torch.int64) ^ torch.iinfo(torch.int64).min, whole - 2**63)
+        return compare(column.to(_WIDER.get(dtype, dtype)), whole)
 
 
 class StatefulCondition(ABC):
