@@ -139,8 +139,6 @@ def test_each_kernel_is_compiled_for_the_gpu_with_the_arguments_of_its_calls(mon
         test_event_kernels.test_all_implementations_draw_the_same_from_tables(run, retention, allocation)
     for kind in (torch.int64, torch.float64):
         test_row_kernels.test_all_implementations_of_rows_do_the_same(run, kind)
-    tree, power = implementations.a_tree(257), (torch.ones(4), torch.ones(1, dtype=torch.float64))
-    ops.tree_write_power(*tree.views(), torch.arange(4), *power)
     assert called == {kernel._name for kernel in implementations.KERNELS if launches(kernel)}
 
 

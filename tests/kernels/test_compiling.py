@@ -64,5 +64,5 @@ def test_the_command_runs_all_kernels(monkeypatch):
     for _, rb in ahead.buffers():
         ahead.use(rb)
     # of accelerators, of failed writes, of conditions with context, and of an annealed alpha in graphs
-    rare = {"episodes.apply", "events.remove", "events.earlier", "tree.write_power"}
+    rare = {"episodes.apply", "events.remove", "events.earlier"}
     assert called == {kernel._name for kernel in KERNELS} - rare

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.compilation import Array, stratified_uniform, uniform, values_can_be_read
+from torchrl_replay_ext.compilation import Array, values_can_be_read
 from torchrl_replay_ext.kernels.layouts import CHILDREN, NOTHING, PAGE_BITS, UNIT, allocate
 from torchrl_replay_ext.kernels.ops import (
     Views,
@@ -23,7 +23,6 @@ from torchrl_replay_ext.kernels.ops import (
     tree_refresh_maxima,
     tree_root,
     tree_write,
-    tree_write_power,
 )
 
 
@@ -67,9 +66,9 @@ class SumTree:
 
     Examples:
         >>> tree = SumTree(4)
-        >>> tree.update(torch.tensor([0, 3]), torch.tensor([1.0, 3.0]))
-        >>> tree.probability(torch.tensor([0, 1, 3]))
-        tensor([0.2500, 0.0000, 0.7500], dtype=torch.float64)
+        >>> tree.write(torch.tensor([0, 3]), SumTree.to_mass(torch.tensor([1.0, 3.0])))
+        >>> tree.get(torch.tensor([0, 1, 3])) / tree.total()
+        tensor([0.2500, 0.0000, 0.7500])
     """
 
     UNIT = UNIT
@@ -130,29 +129,6 @@ class SumTree:
         """Smallest positive mass; a tensor [] where values cannot be read. Requires ``track_min`` and a total > 0."""
         return self.minima.numpy()[0].item() if values_can_be_read(self.minima) else read_root(self.minima)
 
-    def update(self, index: Tensor, priority: Tensor) -> None:
-        """Set the priorities of some leaves.
-
-        Args:
-            index: the leaves, integers [n] in [0, capacity). Of duplicates the last one wins.
-            priority: float [n] in [0, ``max_supported_priority``].
-
-        Raises:
-            ValueError: if shapes differ, or an index or a priority is out of range. The tree is then unchanged.
-        """
-        if index.ndim != 1 or priority.shape != index.shape:
-            raise ValueError(
-                f"SumTree.update: index and priority must have the same shape [n]; got {tuple(index.shape)} and "
-                f"{tuple(priority.shape)}."
-            )
-        if not bool(((index >= 0) & (index < self.capacity)).all()):
-            raise ValueError(f"SumTree.update: index must lie in [0, {self.capacity}).")
-        if not bool(((priority >= 0) & (priority <= self.max_supported_priority)).all()):
-            raise ValueError(
-                f"SumTree.update: priorities must be finite and lie in [0, {self.max_supported_priority}]."
-            )
-        self.write(index, self.to_mass(priority.double()))
-
     def write(self, index: Tensor, mass: Tensor | int) -> None:
         """Set int64 masses without checking arguments.
 
@@ -163,16 +139,6 @@ class SumTree:
         """
         mass = _numbers(mass) if isinstance(mass, Tensor) else index.new_full((1,), mass, dtype=torch.int64)
         tree_write(*self.views(), _numbers(index), mass)
-
-    def write_power(self, index: Tensor, priority: Tensor, alpha: Tensor) -> None:
-        """Set masses to priority^alpha without checking arguments.
-
-        Args:
-            index: see :meth:`write`.
-            priority: float [n] or [1], in [0, ``max_supported_priority``^(1/alpha)], contiguous.
-            alpha: the exponent first, float64.
-        """
-        tree_write_power(*self.views(), _numbers(index), priority, alpha)
 
     def find(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Find the leaves i with Σ_{j<i} m_j <= target < Σ_{j<=i} m_j, where m_j are the masses.
@@ -187,33 +153,23 @@ class SumTree:
         tree_find(*self.arrays(), target.contiguous(), leaf, mass)
         return leaf, mass
 
-    def sample(
-        self, num: int, *, stratified: bool = False, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Draw ``num`` leaves with replacement, in proportion to their masses.
-
-        Args:
-            num: number of draws.
-            stratified: make one draw in each of ``num`` strata of equal mass instead of independent draws. Default:
-                False.
-            generator: random number generator on the tree's device. Default: None, torch's global generator.
-
-        Returns:
-            The leaves and their masses, int64 [num] each. The strata are in random order.
-
-        Raises:
-            RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
-        """
-        draw_numbers = stratified_uniform if stratified else uniform
-        return self.draw(draw_numbers(num, device=self.leaves.device, generator=generator))
-
     def raise_if_empty(self, nodes: Array) -> None:
         """Raise RuntimeError if the total is 0; not in compiled graphs and on accelerators. ``nodes``: of the views."""
         if type(nodes) is np.ndarray and not nodes.item(0):
             raise RuntimeError("all priorities are 0, so no transition can be drawn; use eps > 0.")
 
     def draw(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Like :meth:`sample`, with given uniform numbers ``u``, float64 [n] in [0, 1)."""
+        """Draw leaves with replacement, in proportion to their masses.
+
+        Args:
+            u: uniform random numbers, float64 [n] in [0, 1), one for each draw.
+
+        Returns:
+            The leaves and their masses, int64 [n] each.
+
+        Raises:
+            RuntimeError: if the total is 0. Compiled graphs and accelerators return leaf 0 with mass 0 instead.
+        """
         leaf, mass, _ = self.walk(u.contiguous())
         return as_tensor(leaf), as_tensor(mass)
 
@@ -231,10 +187,6 @@ class SumTree:
         total = torch.empty_like(index)
         tree_prefix(*self.arrays(), index, total)
         return total
-
-    def probability(self, index: Tensor) -> Tensor:
-        """Probability of the leaves ``index`` [n] in one draw, float64 [n]; 0 if all masses are 0."""
-        return self.get(index).double() / self.total().clamp_min(1)
 
     def clear_(self) -> None:
         """Set every mass to 0."""

@@ -40,15 +40,13 @@ def write(leaves, nodes, minima, pages, capacity, index, mass):
     write_all(leaves, nodes, minima, pages, capacity, index, new)
 
 
-@loop
+@part
 def write_power(leaves, nodes, minima, pages, capacity, index, d, alpha):
-    """:func:`write` the masses d^α, rounded up to units of 1 / ``UNIT``; ``d``: [n], or [1] for all rows."""
-    new, mass = np.empty(index.shape[0], np.int64), np.int64(0)
+    """:func:`write` the masses d^α of ``d`` [n], rounded up to units of 1 / ``UNIT``."""
+    mass = np.empty(index.shape[0], np.int64)
     for row in range(index.shape[0]):
-        if row < d.shape[0]:
-            mass = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
-        new[row] = mass
-    write_all(leaves, nodes, minima, pages, capacity, index, new)
+        mass[row] = np.int64(math.ceil(np.float64(d[row]) ** alpha[0] * UNIT))
+    write_all(leaves, nodes, minima, pages, capacity, index, mass)
 
 
 @part

@@ -48,16 +48,20 @@ class PowerSampler(ReplaySampler):
         return self._tree.get(slots).double()
 
     def reweight(self, slots: Tensor | None) -> None:
-        generation, priority, alpha = self.slots.generation, self.slots.priority, self.hyperparameters["alpha"]
+        generation, priority, alpha = (
+            self.slots.generation,
+            self.slots.priority,
+            self.hyperparameters["alpha"].tensor[0],
+        )
+        if slots is not None:
+            generation, priority = gather_in_bounds(generation, slots), gather_in_bounds(priority, slots)
+        # float64, because above 1 the rounding of a float32 exceeds a unit of mass
+        mass = SumTree.to_mass(priority.abs().to(torch.float64) ** alpha)
         if slots is None:
-            # float64, because above 1 the rounding of a float32 exceeds a unit of mass
-            mass = SumTree.to_mass(priority.abs().to(torch.float64) ** alpha.tensor[0])
             self._tree.leaves[: self.layout.size] = mass * (generation > 0)
             self._tree.rebuild_()
-            return
-        in_use = gather_in_bounds(generation, slots) > 0
-        priority = gather_in_bounds(priority, slots).abs()
-        self._tree.write_power(where_int64(in_use, slots, -1), priority, alpha.views()[0])
+        else:
+            self._tree.write(where_int64(generation > 0, slots, -1), mass)
 
     def remove(self, slots: Tensor) -> None:
         self._tree.write(slots, 0)

@@ -19,7 +19,7 @@ from torchrl_replay_ext.arguments import (
     require_integer,
     require_nested_keys,
 )
-from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if
+from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, raise_if, uniform
 from torchrl_replay_ext.core.layout import Layout, unravel
 from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
@@ -52,7 +52,8 @@ class _UniformStarts(ReplaySampler):
     def draw(self, count: int, generator: torch.Generator | None) -> Draw:
         if not is_traced():
             self._slices.require_start()
-        return Draw(self._slices.starts.sample(count, generator=generator)[0])
+        slots, _ = self._slices.starts.draw(uniform(count, device=self.layout.device, generator=generator))
+        return Draw(slots)
 
     def density(self, slots: Tensor) -> Tensor:
         return self._slices.starts.get(slots).double()
