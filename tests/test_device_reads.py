@@ -144,6 +144,21 @@ def test_with_event_tables_a_write_waits_once_and_draws_and_updates_never(option
     assert waits(device, filled(event_sampler(60, "event", **options), compilable=True)) == (1, 0)
 
 
+def test_a_write_goes_on_after_the_rows_that_a_graph_has_written_since(device):
+    """The host knows the cursor without a wait, but replays of a graph change it."""
+    buffer = filled(ProportionalSampler(), compilable=True)
+    with device.capturing():
+        buffer.extend(on_device(CHUNK))
+    for _ in range(2):
+        # what a replay of the graph does to the counters
+        buffer.writer.cursor_value.add_(CHUNK)
+        buffer.storage.num_rows.sub_(CHUNK)
+        assert buffer.extend(on_device(CHUNK))[0] == (buffer.writer.cursor_value - CHUNK) % SIZE
+        assert buffer.writer.cursor_value == buffer.writer.state_dict()["_cursor"]
+        assert len(buffer) == buffer.storage.num_rows
+    assert buffer.writer.cursor_value == (300 + 5 * CHUNK) % SIZE
+
+
 @both_buffers
 def test_slices_come_back_as_shuffled_copies_without_a_wait(compilable, device):
     buffer = filled(SAMPLERS["slices, proportional"](), compilable)

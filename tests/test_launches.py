@@ -56,15 +56,15 @@ def tables():
     return {"sampler": sampler, "writer": EventTableWriter(lists)}
 
 
-# The launches of a write of 8 rows, a sample of 32 rows and its update. A copy of each of 10 columns is part of the
-# first two.
+# The waits and the launches of a write of 8 rows, and the launches of a sample of 32 rows and of its update. A copy of
+# each of 10 columns is part of the first two.
 LAUNCHES = {
-    "proportional": (lambda: {"sampler": ProportionalSampler()}, 33, 13, 2),
-    "rank": (lambda: {"sampler": RankBasedSampler()}, 33, 62, 2),
-    "reaper": (lambda: {"sampler": ReaPERSampler()}, 39, 13, 3),
-    "recency": (lambda: {"sampler": RecencySampler()}, 38, 43, 0),
-    "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 41, 25, 1),
-    "event tables": (tables, 54, 93, 32),
+    "proportional": (lambda: {"sampler": ProportionalSampler()}, 0, 18, 13, 2),
+    "rank": (lambda: {"sampler": RankBasedSampler()}, 0, 18, 62, 2),
+    "reaper": (lambda: {"sampler": ReaPERSampler()}, 1, 22, 13, 3),
+    "recency": (lambda: {"sampler": RecencySampler()}, 1, 22, 43, 0),
+    "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 1, 24, 25, 1),
+    "event tables": (tables, 1, 50, 93, 32),
 }
 
 
@@ -75,7 +75,7 @@ def launched(device, function, *arguments):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_eager_calls_launch_few_kernels_and_only_a_write_waits_once(name, device):
+def test_eager_calls_launch_few_kernels_and_at_most_a_write_waits_once(name, device):
     make, *most = LAUNCHES[name]
     parts = make()
     buffer = buffer_with(parts.pop("sampler"), SIZE, compilable=True, device="emulated", batch_size=BATCH, **parts)
@@ -84,14 +84,14 @@ def test_eager_calls_launch_few_kernels_and_only_a_write_waits_once(name, device
     data = random_rows(CHUNK).to("emulated")
     assert len(list(buffer.storage[:1].keys(True, True))) == COLUMNS
     _, write = launched(device, buffer.extend, data)
-    assert sum(device.waits.values()) == 1
+    waits = sum(device.waits.values())
     buffer.sample()
     batch, sample = launched(device, buffer.sample)
     assert not device.waits
     batch["td_error"] = torch.rand(BATCH, device="emulated")
     _, update = launched(device, buffer.update_tensordict_priority, batch)
     assert not device.waits
-    assert [write, sample, update] == most
+    assert [waits, write, sample, update] == most
 
 
 @pytest.mark.parametrize("make", [make for make, *_ in LAUNCHES.values()], ids=LAUNCHES)

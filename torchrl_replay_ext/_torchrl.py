@@ -205,7 +205,7 @@ def step_after_rows(storage: Any) -> int:
 def next_step(storage: Any) -> int | Tensor:
     """The step of the ring that the buffer's writer fills next; -1 without a round-robin writer.
 
-    A tensor if the writer holds it in a tensor.
+    In a graph it is a tensor.
     """
     writer: Any = None
     for buffer in getattr(storage, "_attached_entities_list", ()):
@@ -213,10 +213,7 @@ def next_step(storage: Any) -> int | Tensor:
         # of several buffers, the last one that has written
         if isinstance(other, RoundRobinWriter) and (writer is None or is_traced() or other._write_count):
             writer = other
-    if writer is None:
-        return -1
-    cursor = getattr(writer, "cursor_value", None)
-    return writer._cursor if cursor is None else cursor
+    return -1 if writer is None else writer._cursor
 
 
 def is_compilable(storage: Storage) -> bool:

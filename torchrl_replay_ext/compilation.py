@@ -95,6 +95,45 @@ def scalar(value: Tensor) -> Any:
     return value.item() if values_can_be_read(value) else value
 
 
+class Counter:
+    """An integer attribute that is held in a tensor [], for graphs.
+
+    In a graph, the attribute is the tensor. Outside, it is a number: for an accelerator, the owner also keeps it in
+    ``known_counters``, by the name of the tensor, so that the host does not wait to read it. It must wait once a graph
+    or another process may change the tensor; the owner then has no such dict.
+
+    Args:
+        name: the attribute of the owner with the tensor, int64 [].
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        tensor = getattr(owner, self._name)
+        if is_traced():
+            return tensor
+        if tensor.is_cpu or owner.known_counters is None:
+            return tensor.item()
+        if self._name not in owner.known_counters:
+            owner.known_counters[self._name] = tensor.item()
+        return owner.known_counters[self._name]
+
+    def __set__(self, owner: Any, value: int | Tensor) -> None:
+        tensor = getattr(owner, self._name)
+        if isinstance(value, Tensor):
+            tensor.copy_(value)
+        else:
+            tensor.fill_(value)
+        if is_traced():
+            owner.known_counters = None
+        elif owner.known_counters is not None:
+            if isinstance(value, Tensor):
+                owner.known_counters.pop(self._name, None)
+            else:
+                owner.known_counters[self._name] = value
+
+
 def uniform(*size: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """Uniform random numbers in [0, 1) with 53 random bits, float64.
 

@@ -80,7 +80,7 @@ class RecencySampler(ReplaySampler):
     def write(self, slots: Tensor, rows: RowView) -> None:
         if not rows.is_rewrite:
             lanes = self.layout.slots_per_step
-            self._end.copy_((slots[-1:] // lanes + 1) * lanes)
+            self._end.copy_((rows.slots_on_host[-1:] // lanes + 1) * lanes, non_blocking=True)
         self._tree.write(slots, torch.ones_like(slots))
 
     def remove(self, slots: Tensor) -> None:

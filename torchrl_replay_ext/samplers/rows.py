@@ -189,13 +189,13 @@ class RowView:
 
 
 def read_ahead(
-    storage: Any, slots: Tensor, keys: Sequence[NestedKey], *numbers: Tensor | int
+    storage: Any, slots: Tensor | slice, keys: Sequence[NestedKey], *numbers: Tensor | int
 ) -> tuple[list[Any], dict[NestedKey, Array]]:
     """Read all that the host needs of a write to an accelerator; it waits at most once.
 
     Args:
         storage: the storage.
-        slots: int64 [n], on the accelerator; perhaps out of range.
+        slots: a slice, or int64 [n] on the accelerator; perhaps out of range.
         keys: entries with one number per row.
         *numbers: tensors, and numbers that need not be read.
 
@@ -207,7 +207,10 @@ def read_ahead(
     for column in found:
         if column is not None:
             column = column.reshape(-1)
-            column = column.index_select(0, slots.clamp(0, column.shape[0] - 1))
+            if isinstance(slots, slice):
+                column = column[slots]
+            else:
+                column = column.index_select(0, slots.clamp(0, column.shape[0] - 1))
             # NumPy has no bfloat16
             column = column.float() if column.dtype == torch.bfloat16 else column
         rows.append(column)

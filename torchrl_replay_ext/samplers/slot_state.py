@@ -135,8 +135,9 @@ class SlotState(WriteObserver, ABC):
                 write = self.slots.locate(slots, seen, cursor)
             else:
                 keys = [key for reader in self.episode_readers for key in reader.keys]
-                there = to_device(slots, layout.device)
-                numbers, columns = read_ahead(storage, there, keys, slots, seen, cursor)
+                there, index = to_device(slots, layout.device), as_index(slots)
+                rows = index if isinstance(index, slice) else there
+                numbers, columns = read_ahead(storage, rows, keys, slots, seen, cursor)
                 slots, write = there, self.slots.locate(*numbers)._replace(columns=columns)
         if write.smallest < 0 and len(layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store

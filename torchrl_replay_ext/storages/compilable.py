@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Sequence
+from multiprocessing.context import get_spawning_popen
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torchrl.data import LazyTensorStorage, TensorStorageCheckpointer
 
 from torchrl_replay_ext._torchrl import saved_columns, set_columns, stored_columns, stored_data, take_rows
 from torchrl_replay_ext.compilation import (
+    Counter,
     is_traced,
     mark_static,
     outside_inference_mode,
@@ -67,17 +69,12 @@ class CompilableTensorStorage(LazyTensorStorage):
     @outside_inference_mode()
     def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, consolidated: bool = False):
         self._len_value = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.known_counters: dict[str, int] | None = {}
         # TorchRL makes its counters on the default device
         with torch.device("cpu"):
             super().__init__(max_size, device=device, ndim=ndim, compilable=True, consolidated=consolidated)
 
-    @property
-    def _len(self) -> int:
-        return int(self._len_value)
-
-    @_len.setter
-    def _len(self, value: int) -> None:
-        self._len_value.fill_(value)
+    _len: Any = Counter("_len_value")
 
     def __len__(self) -> int:
         return self.max_size if is_traced() else self._len
@@ -116,9 +113,12 @@ class CompilableTensorStorage(LazyTensorStorage):
         lanes = math.prod(columns)
         steps = -(self.max_size // -lanes)
         written = positions(cursor[0] if isinstance(cursor, tuple) else cursor, steps)
-        last = written.max() if written.numel() else -1
-        # one assignment, so that an interrupted write leaves a valid length
-        self._len_value.copy_(self._len_value.clamp_min((last + 1) * lanes))
+        if is_traced():
+            last = written.max() if written.numel() else -1
+            self._len = self._len_value.clamp_min((last + 1) * lanes)
+        elif self._len < self.max_size and written.numel():
+            # one assignment, so that an interrupted write leaves a valid length
+            self._len = max(self._len, (int(written.max()) + 1) * lanes)
 
     @outside_inference_mode()
     def _init(self, data: Any) -> None:
@@ -264,6 +264,12 @@ class CompilableTensorStorage(LazyTensorStorage):
             u = uniform(batch_size, device=self._len_value.device, generator=self._rng)
             return_index.append((u * length).to(torch.int64))
         return return_index[0] if self.ndim == 1 else tuple(return_index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            # the other process shares the tensors
+            self.known_counters = None
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

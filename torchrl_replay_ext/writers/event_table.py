@@ -25,7 +25,7 @@ from torchrl_replay_ext.kernels.layouts import CHANGES
 from torchrl_replay_ext.kernels.ops import events_earlier, events_write
 from torchrl_replay_ext.samplers.bound_state import require_fitting_tables
 from torchrl_replay_ext.writers.event_rows import EventReader, EventRows
-from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers, length_now
+from torchrl_replay_ext.writers.round_robin import CompilableWriter, bind_samplers
 
 # slot and number of the last step of an open episode, and its trajectory
 _NO_STEP = [-1, -1, -1]
@@ -261,10 +261,10 @@ class EventTableWriter(CompilableWriter):
         arrays, streams = tables.arrays(), dict[int, int]()
         stream_of = np.array([streams.setdefault(stream, len(streams)) for stream in rows.stream.tolist()])
         last_steps = np.array([self._last_steps.get(stream, _NO_STEP) for stream in streams])
-        cursor, write_count, length_before = int(self.cursor_value), int(self._write_count_value), length_now(storage)
+        cursor, write_count, length_before = self._cursor, self._write_count, _torchrl.length(storage)
         first, counts = cursor * (count // len(data)), arrays[4]
         if not counts[0]:
-            tables.adopt(_torchrl.length(storage), first)
+            tables.adopt(length_before, first)
         slots = np.full(count, -1) if tables.is_pinned else np.arange(first, first + count) % tables.num_slots
         size = int(counts[0])
         cut = np.zeros(1, np.int64)
@@ -272,22 +272,20 @@ class EventTableWriter(CompilableWriter):
         try:
             if tables.is_pinned:
                 events_write(*fill)
-                index, written = self._store_at(slots, data)
+                index, on_host = self._store_at(slots, data)
             else:
                 # not extend(), which moves the cursor to the device of the storage, for graphs
-                index = written = self._store(data)
+                index, on_host = self._store(data)
                 events_write(*fill)
-            # samplers read the slots on the CPU without waiting
-            on_host = torch.from_numpy(slots) if data.ndim == 1 else written
             # TorchRL updates the priority of an added row with a number as the index
             self._mark_update_entities(on_host[0] if as_number else on_host)
         except BaseException:
             self._cursor, self._write_count = cursor, write_count
             tables.undo(slots[slots >= 0], size)
             if tables.is_pinned:
-                _torchrl.set_length(storage, int(length_before))
+                _torchrl.set_length(storage, length_before)
             else:
-                self._discard(cursor, data, int(length_before))
+                self._discard(cursor, data, length_before)
             raise
         for stream, last_step in zip(streams, last_steps.tolist(), strict=True):
             self._last_steps[stream] = last_step
@@ -315,7 +313,7 @@ class EventTableWriter(CompilableWriter):
         )
 
     def _store_at(self, slots: np.ndarray, data: Any) -> tuple[Tensor, Tensor]:
-        """Write ``data`` to ``slots``; returns the index on the device of the data, and on that of the storage."""
+        """Write ``data`` to ``slots``; returns the index on the device of the data, and on the CPU."""
         device, on_cpu = self.tables.device, torch.from_numpy(slots)
         written = on_cpu.to(device, non_blocking=True)
         index = written if data.device in (None, device) else on_cpu.to(data.device, non_blocking=True)
@@ -323,7 +321,7 @@ class EventTableWriter(CompilableWriter):
         consecutive = isinstance(as_index(slots), slice)
         _torchrl.set_rows(self._storage, written, data, first=int(slots[0]) if consecutive else None)
         self._write_count += len(slots)
-        return index, written
+        return index, on_cpu
 
     def _empty(self, empty_write_count: bool = True) -> None:
         super()._empty(empty_write_count)

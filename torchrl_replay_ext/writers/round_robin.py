@@ -27,34 +27,10 @@ from torchrl_replay_ext._torchrl import (
     step_after_rows,
     stored_data,
 )
-from torchrl_replay_ext.compilation import is_traced, mark_static, outside_inference_mode, values_can_be_read
+from torchrl_replay_ext.compilation import Counter, is_traced, mark_static, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import unravel
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.writers.entries import new_entries
-
-
-def _counter(name: str) -> Any:
-    """A number that is held in the tensor ``name``."""
-
-    def set_(self: Any, value: int | Tensor) -> None:
-        own = getattr(self, name)
-        own.copy_(value) if isinstance(value, Tensor) else own.fill_(value)
-
-    def get(self: Any) -> int | Tensor:
-        value = getattr(self, name)
-        return value if is_traced() else value.item()
-
-    return property(get, set_)
-
-
-def _copy(value: Tensor) -> int | Tensor:
-    """A number; a copy of a tensor that cannot be read without waiting."""
-    return int(value) if values_can_be_read(value) else value.clone()
-
-
-def length_now(storage: Any) -> int | Tensor:
-    """The length of a storage; a copy of a tensor that cannot be read without waiting."""
-    return _copy(storage.num_rows) if isinstance(storage, CompilableTensorStorage) else length(storage)
 
 
 def _with_columns(index: Tensor, columns: Sequence[int]) -> Tensor:
@@ -87,10 +63,11 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def __init__(self):
         self.cursor_value = torch.zeros((), dtype=torch.int64, device="cpu")
         self._write_count_value = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.known_counters: dict[str, int] | None = {}
         super().__init__(compilable=True)
 
-    _cursor = _counter("cursor_value")
-    _write_count = _counter("_write_count_value")
+    _cursor: Any = Counter("cursor_value")
+    _write_count: Any = Counter("_write_count_value")
 
     def register_storage(self, storage: Storage) -> None:
         """Called by the buffer. A new writer goes on after the rows that the storage holds."""
@@ -148,11 +125,10 @@ class CompilableWriter(TensorDictRoundRobinWriter):
     def _undone_if_refused(self, write: Callable[[Any], Any], data: Any) -> Any:
         """Call ``write(data)``; after an error, undo it and remove the overwritten rows from the samplers."""
         storage: Any = self._storage
-        before = _copy(self.cursor_value), _copy(self._write_count_value), length_now(storage)
+        first, write_count, length_before = self._cursor, self._write_count, length(storage)
         try:
             return write(data)
         except BaseException:
-            first, write_count, length_before = map(int, before)
             self._cursor, self._write_count = first, write_count
             self._discard(first, data, length_before)
             raise
@@ -206,28 +182,28 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def _extend(self, data: TensorDictBase) -> Tensor:
         """:meth:`extend` after the checks."""
-        index = self._store(data)
-        self._mark_update_entities(index)
+        index, on_host = self._store(data)
+        self._mark_update_entities(on_host)
         return index
 
-    def _store(self, data: TensorDictBase) -> Tensor:
-        """Write ``data`` to the storage; returns the index. On accelerators it does not read the cursor."""
+    def _store(self, data: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Write ``data`` to the storage; returns the index, and outside of graphs also a copy of it on the CPU."""
         storage: Any = self._storage
-        steps, count = rows_of_ring(storage, data), len(data)
-        is_known = values_can_be_read(self.cursor_value)
-        first: Any = self.cursor_value.item() if is_known else self.cursor_value
-        fits = is_known and first + count <= steps
-        device = (getattr(data, "device", None) or "cpu") if is_known else first.device
-        index = first + torch.arange(count, device=device)
-        index = index if fits else index % steps
-        if not is_tensorclass(data):
-            data.set("index", expand_as_right(index.to(data.device or index.device), data))
-        # before the data, so that other processes do not write to the same slots
-        if is_known:
-            self.cursor_value.fill_((first + count) % steps)
+        steps, count, device = rows_of_ring(storage, data), len(data), self.cursor_value.device
+        first, device_of_data = self._cursor, getattr(data, "device", None)
+        if is_traced():
+            fits, on_host = False, (first + torch.arange(count, device=device)) % steps
         else:
-            self.cursor_value.add_(count).remainder_(steps)
-        self._write_count_value.add_(count)
+            fits, on_host = first + count <= steps, torch.arange(first, first + count, device="cpu")
+            on_host = on_host if fits else on_host % steps
+            device = device_of_data or device if device.type == "cpu" else device
+        index: Any = to_device(on_host, device)
+        if not is_tensorclass(data):
+            is_far = device_of_data is not None and device_of_data.type != device.type
+            data.set("index", expand_as_right(on_host.to(device_of_data) if is_far else index, data))
+        # before the data, so that other processes do not write to the same slots
+        self._cursor = (first + count) % steps
+        self._write_count = self._write_count + count
         if fits:
             set_rows(storage, index, data, first=first)
         elif count > steps and isinstance(storage, TensorStorage):
@@ -238,8 +214,9 @@ class CompilableWriter(TensorDictRoundRobinWriter):
         known = shape_and_device(storage) if storage.ndim > 1 else None
         if known is not None:
             # not _replicate_index of TorchRL, which reads the length of the storage
-            index = _with_columns(index, known[0][1:])
-        return index
+            on_host = _with_columns(on_host, known[0][1:])
+            index = to_device(on_host, device)
+        return index, on_host
 
     def require_loadable(self, state_dict: dict[str, Any]) -> None:
         """Raise ValueError if the counters of a state do not fit the storage."""
