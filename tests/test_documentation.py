@@ -1,10 +1,9 @@
-"""Docstrings describe every parameter with its default. Pages are short, have an index and say everything once."""
+"""Docstrings describe every parameter with its default. Pages are short and have an index."""
 
 import ast
 import importlib
 import inspect
 import re
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torchrl.data import ReplayBuffer
 
 import torchrl_replay_ext
 from tests.params import module_names
-from tests.test_examples import GUIDES, ROOT
+from tests.test_examples import ROOT
 
 
 def public() -> dict[str, object]:
@@ -135,40 +134,3 @@ def test_the_index_has_every_public_name(name):
 def test_the_citation_names_the_version():
     citation = (ROOT / ".github" / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {torchrl_replay_ext.__version__}\n" in citation
-
-
-def sentences(text: str) -> list[tuple[int, str]]:
-    """The sentences of a page outside of code, with their lines; cells of tables and items of lists are sentences."""
-    text = re.sub(r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    found, start = [], 0
-    for end in [*re.finditer(r"(?<=[.:])\s|\n\n|\n(?= *(?:- |\d\. ))|\|", text), None]:
-        sentence = text[start : end.start() if end else len(text)]
-        line = text.count("\n", 0, start + len(sentence) - len(sentence.lstrip())) + 1
-        found.append((line, " ".join(re.sub(r"^\s*(?:- |\d\. )|[\[\]*`]", "", sentence).split())))
-        start = end.end() if end else len(text)
-    return found
-
-
-def repeated(pages: dict[str, str]) -> dict[str, list[str]]:
-    """Where each sentence of eight or more words stands that the pages have more than once."""
-    places = defaultdict(list)
-    for name, text in pages.items():
-        for line, sentence in sentences(text):
-            if len(sentence.split()) >= 8:
-                places[sentence].append(f"{name}:{line}")
-    return {sentence: found for sentence, found in places.items() if len(found) > 1}
-
-
-def test_no_sentence_stands_in_two_places():
-    # the tables of the results are made by code and repeat the names of claims
-    pages = [page for page in GUIDES if "results" not in page.relative_to(ROOT).parts]
-    assert repeated({str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages}) == {}
-
-
-def test_repeated_sentences_are_found():
-    first = "# Page\n\nOne two three four\n[five](x.md) `six` seven eight. Short.\n\n"
-    again = "- Short.\n- One two **three** four five six\n  seven eight.\n\n"
-    code = "```text\nNot one two three four five six seven.\n```\n"
-    found = repeated({"a": first + code, "b": again + "Not one two three four five six seven.\n"})
-    assert found == {"One two three four five six seven eight.": ["a:3", "b:2"]}

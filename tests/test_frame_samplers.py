@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.data import buffer_with, event_sampler
 from tests.params import slow_but
 from tests.stacks import StackedStreams
 from torchrl_replay_ext import (
-    CompilableReplayBuffer,
     CompilableTensorStorage,
-    DecoupledSampler,
     Episodes,
     FrameStackStorage,
     ProportionalSampler,
@@ -79,18 +76,3 @@ def test_compiled_in_one_graph(name):
         expected = plain.storage[batch["index"]]
         for key in ("observation", ("next", "observation"), "action", ("next", "reward")):
             assert torch.equal(batch[key], expected[key]), key
-
-
-def test_candidates_for_the_actor():
-    data = StackedStreams(1).rollout([0] * 40)
-    data["action"] = torch.randn(40, 2)
-    linear = torch.nn.Linear(24, 2)
-    policy = TensorDictModule(lambda frames: linear(frames.flatten(-3) / 255), ["observation"], ["action"])
-    scores = []
-    for storage in (FrameStackStorage(40), CompilableTensorStorage(40)):
-        sampler = DecoupledSampler(ProportionalSampler(40), policy)
-        rb = CompilableReplayBuffer(storage=storage, sampler=sampler, batch_size=8)
-        rb.extend(data.clone())
-        torch.manual_seed(0)
-        scores.append(sampler.actor_buffer(rb).sample()["score"])
-    torch.testing.assert_close(*scores)

@@ -121,16 +121,15 @@ class TestReading:
         assert isinstance(theirs, torch.Tensor) or ours.batch_size == theirs.batch_size
         assert (ours == theirs).all()
 
-    def test_reading_changes_nothing(self, full, monkeypatch):
-        once, *_ = full
+    def test_reading_changes_nothing(self, full):
+        once, plain, _ = full
         before = copy.deepcopy(once.storage.state_dict())
         for index in (slice(None), ..., ()):
             rows = once.storage.get(index)
             rows["extra"], rows["next", "extra"] = torch.zeros(12), torch.zeros(12)
-        rows = once.storage.take(torch.arange(12), ["action", "observation"])
-        assert set(rows.keys(True, True)) == {"action", "observation"}
+        keys = ["action", "observation"]
+        assert (once.storage.take(torch.arange(12), keys) == plain[:].select(*keys)).all()
         assert len(once.read_all_in_order()) == len(once.query()) == len([*once.storage]) == 12
-        monkeypatch.setattr(FrameStackStorage, "_with_frames", lambda *_: pytest.fail("builds all stacks"))
         assert re.search(r"num_frames=\d+, stacks=\(4, 3, 2\)", repr(once))
         assert "<empty>" in repr(FrameStackStorage(10))
         assert_same_state(once.storage.state_dict(), before)

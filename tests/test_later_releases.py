@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torchrl.data
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorDictRoundRobinWriter
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers import SampleUnit, Sequence
 
 from tests.data import SAMPLERS, buffer_with, learn, random_rows
@@ -30,12 +30,6 @@ def make_buffer(**arguments):
 
 
 # --- waiting
-
-
-@pytest.mark.skipif(RateLimited is not object, reason="this torchrl can wait")
-def test_torchrl_0_14_cannot_wait_for_data():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
-        make_buffer().sample(wait=True)
 
 
 @later
@@ -153,24 +147,3 @@ def test_with_any_sample_unit_only_anchors_get_priorities(unit, compilable):
     torch.testing.assert_close(probabilities(rb), expected / expected.sum())
     assert sampler.stats()["dropped_updates"] == 0
     rb.update_tensordict_priority(batch)
-
-
-@pytest.mark.parametrize("name", ["proportional", "rank", "reaper"])
-def test_changing_stored_rows_by_generation_leaves_priorities_and_pending_updates_alone(name):
-    """``update_if_present`` changes entries of rows that were not overwritten since, but not which rows they are."""
-    writer = TensorDictRoundRobinWriter(track_generations=True)
-    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, writer=writer, batch_size=BATCH)
-    rb.extend(random_rows(CAPACITY))
-    for _ in range(3):
-        learn(rb)
-    batch, before = rb.sample(), probabilities(rb)
-    generation, index = batch["index_generation"], batch["index"]
-    result = rb.update_if_present(index=index, generation=generation, patch={"observation": torch.ones(BATCH, 3)})
-    assert result.updated_count == BATCH
-    torch.testing.assert_close(probabilities(rb), before)
-    batch["td_error"] = torch.rand(BATCH) + 3
-    rb.update_tensordict_priority(batch)
-    assert rb.sampler.stats()["dropped_updates"] == 0
-    assert not torch.allclose(probabilities(rb), before)
-    rb.extend(random_rows(CAPACITY, first=CAPACITY))
-    assert rb.update_if_present(index=index, generation=generation, patch={}).updated_count == 0

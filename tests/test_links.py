@@ -77,12 +77,6 @@ def test_commands_name_modules_of_the_recipes(name):
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), module
 
 
-def test_the_readme_holds_one_test_command():
-    # .ci/run takes the line from there
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert sum(re.fullmatch(r"pip install .* && python -m pytest.*", line) is not None for line in lines) == 1
-
-
 def test_functions_beside_links_are_in_those_files():
     page = ROOT / "torchrl_replay_ext" / "guide" / "own_sampler.md"
     pairs = re.findall(r"\]\((\.\./\S+\.py)\): `(\w+)`(?:(?:,| and) `(\w+)`)?", page.read_text(encoding="utf-8"))
