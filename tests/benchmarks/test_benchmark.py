@@ -129,13 +129,6 @@ def test_what_samplers_add_to_updates_is_compared_with_torchrl():
     assert "| compiled PER | 1,050 (+50; 0.25) |" in tables(rows)
 
 
-@pytest.mark.slow
-def test_a_warm_cache_saves_compile_time(tmp_path):
-    cold, warm = run(tmp_path, "compile", *SMALL, "--only", "uniform")["compile"]
-    assert (cold["case"], warm["case"]) == ("cold", "warm")
-    assert float(warm["microseconds"]) < float(cold["microseconds"])
-
-
 def test_a_contender_that_cannot_be_compiled_is_noted(tmp_path, monkeypatch, capsys):
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="RuntimeError: no compiler")
     monkeypatch.setattr(subprocess, "run", lambda *args, **keywords: failed)

@@ -117,27 +117,17 @@ def test_rounding_of_a_transform_changes_nothing(acer):
 # --- cost
 
 
-def test_discrete_actions_evaluate_one_further_state_per_row():
-    setting, batch = discrete.Setting(), slices(discrete)
-    for arguments, of_actor, of_critic in (
-        ({}, [ROWS * TIME] * 3, [ROWS * TIME] * 2),
-        # the last pass is that of the average policy
-        ({"shifted": True}, [ROWS * (TIME + 1), ROWS * TIME], [ROWS * (TIME + 1)]),
-    ):
-        with (
-            states_evaluated(setting.networks.policy_head) as actor_calls,
-            states_evaluated(setting.networks.value_head) as critic_calls,
-        ):
-            setting.loss(batch.clone(), **arguments)
-        assert (actor_calls, critic_calls) == (of_actor, of_critic)
-
-
-def test_continuous_actions_evaluate_one_further_state_per_row():
-    setting, batch = continuous.Setting(), slices(continuous)
-    for arguments, expected in (({}, ROWS * TIME), ({"shifted": True}, ROWS)):
-        with states_evaluated(setting.networks.critic.value_net) as counts:
-            setting.loss(batch.clone(), **arguments)
-        assert counts == [ROWS * TIME, expected]
+@pytest.mark.parametrize(
+    ("acer", "network", "passes"),
+    # the policy's network also computes the average policy
+    [(discrete, "policy_head", 2), (discrete, "value_head", 1), (continuous, "critic.value_net", 1)],
+)
+@pytest.mark.parametrize(("arguments", "further"), [({}, ROWS * TIME), ({"shifted": True}, ROWS)], ids=str)
+def test_one_further_state_per_row_is_evaluated(acer, network, passes, arguments, further):
+    setting = acer.Setting()
+    with states_evaluated(setting.networks.get_submodule(network)) as counts:
+        setting.loss(slices(acer), **arguments)
+    assert sum(counts) == passes * ROWS * TIME + further
 
 
 # --- batches and networks that are not allowed

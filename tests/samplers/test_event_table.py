@@ -223,17 +223,6 @@ def test_stats_count_the_tables():
     assert stats_["never_updated"] == pytest.approx(1 - 7 / len(held))
 
 
-@pytest.mark.parametrize("kind", [None, "proportional"])
-def test_loading_the_state_of_a_buffer_that_was_never_written_to(kind):
-    priority = kind and {"kind": kind}
-    rb, empty = filled(priority=priority), make(priority=priority)
-    rb.load_state_dict(empty.state_dict())
-    assert len(rb) == 0 and rb.sampler.tables.sizes() == {"default": 0, "a": 0, "b": 0}
-    for each in (rb, empty):
-        each.extend(scripted(100, seed=1))
-    torch.testing.assert_close(*map(probabilities, (rb, empty)))
-
-
 def test_what_does_not_fit_together():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(40), sampler=sampler_of())
     with pytest.raises(RuntimeError, match=r"pass writer=EventTableWriter\(tables\)"):

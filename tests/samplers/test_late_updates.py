@@ -5,7 +5,6 @@ import torch
 from torchrl.data.replay_buffers import TensorDictMaxValueWriter
 
 from tests.data import SAMPLERS, buffer_with, learn, random_rows, rows
-from tests.operations import Driven
 from tests.params import both_buffers
 from torchrl_replay_ext import (
     ProportionalSampler,
@@ -26,25 +25,6 @@ def dropped(rb):
 
 
 # --- late rows
-
-
-@both_buffers
-@pytest.mark.parametrize("first", ["oldest", "newest", "any"])
-@pytest.mark.parametrize("name", ["proportional", "slices, proportional", "rank", "reaper"])
-def test_many_outstanding_batches(name, first, compilable):
-    """The reference of random operations compares the number of dropped rows, and all priorities."""
-    used = Driven(name, 2, compilable=compilable, capacity=24)
-    for size in (1, 4):
-        for number in range(40):
-            if number % 10 == 0:
-                # some slots are overwritten twice
-                used.extend(16)
-            used.sample(size)
-        if first != "oldest":
-            used.late.reverse() if first == "newest" else used.rng.shuffle(used.late)
-        while used.late:
-            used.hand_back(used.late.pop(0))
-        used.check()
 
 
 @both_buffers

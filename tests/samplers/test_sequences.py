@@ -179,12 +179,10 @@ def learn_in_graph(rb, backend):
 )
 def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, boundary, backend):
     unit = Sequence(length=3, burn_in=1, bootstrap=1, dilation=2, episode_boundary=boundary)
-    # a sort keeps the order of equal priorities, so both buffers must sort at the same times
     sampler = SAMPLERS[name](CAPACITY)
     rb = make(sampler, stock=False, lanes=lanes, unit=unit)
     twin = copy.deepcopy(rb)
     graph = learn_in_graph(rb, CompileCounterWithBackend(backend))
-    sort(rb, twin)
     for number in range(4):
         data = random_rows(8, first=CAPACITY + 8 * number, episode=EPISODE)
         data = data if lanes == 1 else data.reshape(lanes, -1)
@@ -196,14 +194,8 @@ def test_in_a_graph_windows_and_priorities_are_those_of_eager_code(name, lanes, 
         assert all(torch.equal(batch[key], value) for key, value in info.items())
         assert torch.equal(batch["number"], rb.storage.get(index)["number"])
         twin.update_tensordict_priority(batch)
-        sort(rb, twin)
         assert_equal_probabilities(name, sampler, probabilities(rb), probabilities(twin))
     assert rb.sampler.stats()["rejected_updates"] == rb.sampler.stats()["dropped_updates"] == 0
-
-
-def sort(*buffers):
-    for rb in buffers:
-        getattr(rb.sampler, "sort", lambda: None)()
 
 
 class Other(Sequence):

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.chi_square import p_value
 from tests.data import rows
 from torchrl_replay_ext import (
     CompilableReplayBuffer,
@@ -169,22 +168,6 @@ def draw(many, batches=200, unit=1):
         if "priority_weight" in batch:
             weights.update(zip(batch["number"].tolist(), batch["priority_weight"].tolist(), strict=True))
     return torch.cat(numbers), weights
-
-
-def agreement(numbers, probability):
-    """The p-value of the drawn rows. Rows with a small probability count together."""
-    group, of_groups = torch.zeros(len(probability), dtype=torch.int64), [0.0]
-    for row in probability.argsort(descending=True):
-        if of_groups[-1] * len(numbers) >= 8:
-            of_groups.append(0.0)
-        of_groups[-1] += float(probability[row])
-        group[row] = len(of_groups) - 1
-    if of_groups[-1] * len(numbers) < 8:
-        rest = of_groups.pop()
-        of_groups[-1] += rest
-        group.clamp_(max=len(of_groups) - 1)
-    assert (probability[numbers] > 0).all()
-    return p_value(group[numbers], torch.tensor(of_groups, dtype=torch.float64))
 
 
 def require_own_priorities(many):

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from tests.chi_square import p_value
 from tests.sharding.shards import (
     BATCH,
     PARTS,
-    agreement,
     draw,
     event_tables,
     fill,
@@ -107,7 +107,7 @@ def test_one_shard_draws_as_the_buffer_itself_if_that_needs_all_rows(sampler):
     learn(many, 3)
     set_priorities(one, many)
     unit = 4 if sampler is slices_by_rank else 1
-    assert agreement(draw(many, unit=unit)[0], probability_of_rows(one)) > 1e-4
+    assert p_value(draw(many, unit=unit)[0], probability_of_rows(one)) > 1e-4
     assert 0 < many.sample()["priority_weight"].min() <= 1
 
 

@@ -217,13 +217,6 @@ def test_values_above_the_quantile(q, window, ties):
     assert occurs(condition, values) == occurs(condition, values, pieces=9) == expected
 
 
-def test_a_rare_reward_is_an_event_and_a_frequent_one_is_not():
-    rewards = (torch.arange(1000) % 20 == 19).long().unsqueeze(1)
-    assert occurs(Quantile("r", 0.9), rewards) == rewards.bool().flatten().tolist()
-    # once one value in twenty is 1, the quantile is 1
-    assert sum(occurs(Quantile("r", 0.99), rewards)) < 5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize(("times", "resolution"), [(1, None), (3, None), (2, 2.0)])
 def test_states_are_counted(dtype, times, resolution):
