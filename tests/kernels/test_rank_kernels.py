@@ -88,7 +88,7 @@ def test_ranks_stay_in_range_whatever_the_state_holds(run):
         found, *_ = run(ranks.draw, u, u.cumsum(0), u)
         assert int(found.min()) >= 0 and int(found.max()) < 50
         run(ranks.update, torch.randint(-5, 60, (100,)), torch.rand(100))
-    ranks._place.random_()
+    ranks._offset.random_()
     run(ranks.rebuild, torch.rand(50), torch.rand(50) < 0.5)
     run(ranks.clear)
     assert int(ranks.total()) == 0 and run(ranks.find, torch.tensor([-1, 0])).tolist() == [0, 0]

@@ -73,10 +73,10 @@ def _take(free):
 
 
 @part
-def _give_back(free, number):
+def _give_back(free, freed_id):
     last = free.shape[0] - 1
-    place = min(max(free[last], 0), max(last - 1, 0))
-    free[place], free[last] = min(max(number, 0), last), place + 1
+    top = min(max(free[last], 0), max(last - 1, 0))
+    free[top], free[last] = min(max(freed_id, 0), last), top + 1
 
 
 @inlined
@@ -191,9 +191,9 @@ def write(
     If the masses are on an accelerator, the arrays of what depends on them are empty here, and ``changes`` [5, 2n] gets
     the arguments of :func:`apply`. If not, it is empty.
     """
-    lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
+    lane_of, is_first = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
-        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
+        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, is_first
     ):
         return
     memory, e = Memory(lane_episode, lane_next, count, free_records, free_pages), Episodes(*arrays)
@@ -212,7 +212,7 @@ def write(
             lane_next[lane], position = offset + 1, lane * e.span + offset
             if offset & _LAST_OF_PAGE == 0:
                 page = _take(free_pages)
-        if begins[row]:
+        if is_first[row]:
             _stop(lane, memory, e)
             record = min(max(np.int64(_take(free_records)), 0), none - 1)
             lane_episode[lane], e.start_of[record], count[record] = record, position, 0
@@ -220,7 +220,7 @@ def write(
         count[record] += 1
         changes[SLOT, added], changes[POSITION, added], changes[RECORD, added] = slot, position, record
         changes[PAGE, added] = page
-        changes[REST, added] = BEGINS * begins[row] | ENDS * ended[row] | FINISHED * finished[row]
+        changes[REST, added] = BEGINS * is_first[row] | ENDS * ended[row] | FINISHED * finished[row]
         if ended[row]:
             lane_episode[lane] = none
     _note_starts(changes, num_rows, e)

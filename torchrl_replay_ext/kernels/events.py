@@ -144,7 +144,7 @@ def _step_before(slot, t):
 
 
 @loop
-def write(last_steps, cut, slots, stream, trajectory, ends, starts, occurred, table_of, history, *tables):
+def write(last_steps, cut, slots, stream, trajectory, is_last, is_first, occurred, table_of, history, *tables):
     """Write rows to the default table, and fill the event tables, row by row.
 
     Args:
@@ -154,8 +154,8 @@ def write(last_steps, cut, slots, stream, trajectory, ends, starts, occurred, ta
         slots: the slots, int64 [n]; with pinned tables a result.
         stream: the stream of each row, as its row of ``last_steps``, int64 [n].
         trajectory: trajectory id of each row, int64 [n].
-        ends: True if the row is the last of an episode, bool [n].
-        starts: True if the row is the first of an episode, bool [n].
+        is_last: True if the row is the last of an episode, bool [n].
+        is_first: True if the row is the first of an episode, bool [n].
         occurred: True if an event occurs in a row, bool [n, events].
         table_of: table of each event.
         history: τ of each event.
@@ -174,7 +174,7 @@ def write(last_steps, cut, slots, stream, trajectory, ends, starts, occurred, ta
     for row in range(slots.shape[0]):
         last_step = last_steps[stream[row]]
         previous = min(last_step[0], num_slots - 1)
-        goes_on = previous >= 0 and not starts[row] and last_step[2] == trajectory[row]
+        goes_on = previous >= 0 and not is_first[row] and last_step[2] == trajectory[row]
         if not (goes_on and _is_stored(previous, last_step[1], t)):
             previous = -1
         slot = _inside(slots[row], num_slots)
@@ -199,18 +199,18 @@ def write(last_steps, cut, slots, stream, trajectory, ends, starts, occurred, ta
             for event in range(history.shape[0]):
                 if occurred[row, event] and table_of[event] == k:
                     reach = max(reach, min(history[event], num_slots))
-            length, step = 0, slot
-            while length < reach and step >= 0:
-                path[length] = step
-                length += 1
+            path_len, step = 0, slot
+            while path_len < reach and step >= 0:
+                path[path_len] = step
+                path_len += 1
                 step = _step_before(step, t)
-            cut[0] += length < reach and t.step_before[path[length - 1]] >= 0
-            for at in range(length - 1, -1, -1):
+            cut[0] += path_len < reach and t.step_before[path[path_len - 1]] >= 0
+            for at in range(path_len - 1, -1, -1):
                 if t.position_of[k - first, path[at]] == NEVER_LISTED:
                     if t.counts[k] >= t.begins[k + 1] - t.begins[k]:
                         _remove(k, t.heads[0, k], t)
                     _put(k, path[at], t)
-        last_step[0], last_step[1], last_step[2] = -1 if ends[row] else slot, t.number[slot], trajectory[row]
+        last_step[0], last_step[1], last_step[2] = -1 if is_last[row] else slot, t.number[slot], trajectory[row]
     if slots.shape[0] > 0:
         t.counters[NEXT_SLOT] = (slots[slots.shape[0] - 1] + 1) % num_slots
 

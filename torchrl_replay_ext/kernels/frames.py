@@ -7,8 +7,8 @@ A row of a write has the k frames of its observation and the newest frame of the
   [streams, k, words]: the newest stack of each. ``held``, int32 [streams, k]: the frames of this stack.
 * ``ids``, int32 [slots, k + 1]: the frames of each slot. ``references``, int32 [frames]: how often a frame is in
   ``ids`` and ``held``. ``free``, int32 [frames]: the frames without references; the last element is their number.
-* ``frames``, [frames, words]: the frames; 0 is that of zeros. If ``places``, int64 [n · (k + 1)], is not empty, the
-  frames are on an accelerator: ``frames`` gets the new ones, one after the other, and ``places`` where they belong.
+* ``frames``, [frames, words]: the frames; 0 is that of zeros. If ``targets``, int64 [n · (k + 1)], is not empty, the
+  frames are on an accelerator: ``frames`` gets the new ones, one after the other, and ``targets`` where they belong.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _release(names, references, free, num_free):
 
 
 @loop
-def write(slots, trajectory, before, after, streams, last, held, frames, ids, references, free, places):
+def write(slots, trajectory, before, after, streams, last, held, frames, ids, references, free, targets):
     """Store rows of the trajectories ``trajectory`` [n] in ``slots`` [n], distinct; an error changes no row or frame.
 
     A row that goes on from the newest stack of its trajectory has the frames of this stack. A frame that is equal to
@@ -105,9 +105,9 @@ def write(slots, trajectory, before, after, streams, last, held, frames, ids, re
                 num_free -= 1
                 own[i] = free[num_free]
                 target = np.int64(own[i])
-                if places.shape[0] > 0:
+                if targets.shape[0] > 0:
                     target, num_moved = num_moved, num_moved + 1
-                    places[target] = own[i]
+                    targets[target] = own[i]
                 frames[target] = before[row, i] if i < k else after[row, k - 1]
             references[own[i]] += 1
         for frame in own[1:]:

@@ -72,7 +72,7 @@ def _has_runs(trajectory):
 
 
 @loop
-def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins):
+def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, is_first):
     """Assign each row of a write to a lane; False if the write is refused. The kernels of writes begin with it.
 
     A row goes on with the unfinished episode of its trajectory. Any other trajectory takes a free lane, or the lane
@@ -83,7 +83,7 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
     * ``lanes`` is the state; ``interrupted`` [1] counts the episodes interrupted by rows that are not initial.
     * ``slots``, ``trajectory``, ``ended``, ``initial`` are the rows [n]; ids and marks are empty if there are none.
     * If ``is_assigned`` is False, lanes are fixed: slot s is in lane s modulo the number of lanes.
-    * The results are the lane of each row, ``lane_of`` [n], and whether an episode ``begins`` with it [n].
+    * The results are the lane of each row, ``lane_of`` [n], and whether it ``is_first`` in an episode [n].
     * ``result`` is the outcome and the id that caused it. It is ``TOO_MANY`` if a trajectory goes on that was
       interrupted, and interrupts another one that did the same. ``INTERRUPTS`` is the outcome if there was any
       interruption. If ``strictness`` says so, the write is then refused, and nothing else is changed.
@@ -97,34 +97,34 @@ def assign(lanes, interrupted, result, slots, trajectory, ended, initial, is_ass
         now = max(now, state[LAST_ROW, k])
     result[0] = DONE
     for row in range(count):
-        number = trajectory[row] if has_ids else NO_ID
+        own_id = trajectory[row] if has_ids else NO_ID
         is_initial = initial.shape[0] > 0 and initial[row]
         if is_assigned:
             last = lane
-            lane = _lane_of(state, number, last)
+            lane = _lane_of(state, own_id, last)
             if lane < 0:
                 goes_on = has_runs and row > 0 and state[OPEN, last] == 0
                 lane = last if goes_on else _lane_for(state)
         else:
             lane = slots[row] % num_lanes
         is_open = state[OPEN, lane] > 0
-        interrupts = is_open and state[TRAJECTORY, lane] != number
+        interrupts = is_open and state[TRAJECTORY, lane] != own_id
         if interrupts and not is_initial:
             num_interrupted += 1
-            returns = state[CHAIN, lane] == number
+            returns = state[CHAIN, lane] == own_id
             if is_assigned and state[CHAIN, lane] != NO_ID:
-                returns = _is_in_a_chain(state, number)
+                returns = _is_in_a_chain(state, own_id)
             if returns and strictness > UNCHECKED:
-                result[0], result[1] = TOO_MANY, number
+                result[0], result[1] = TOO_MANY, own_id
                 return False
             if result[0] == DONE:
-                result[0], result[1] = INTERRUPTS, number
-        lane_of[row], begins[row] = lane, not is_open or interrupts or is_initial
-        if not interrupts and begins[row]:
+                result[0], result[1] = INTERRUPTS, own_id
+        lane_of[row], is_first[row] = lane, not is_open or interrupts or is_initial
+        if not interrupts and is_first[row]:
             state[CHAIN, lane] = NO_ID
         elif interrupts and state[CHAIN, lane] == NO_ID:
             state[CHAIN, lane] = state[TRAJECTORY, lane]
-        state[TRAJECTORY, lane], state[LAST_ROW, lane], state[OPEN, lane] = number, now + 1 + row, not ended[row]
+        state[TRAJECTORY, lane], state[LAST_ROW, lane], state[OPEN, lane] = own_id, now + 1 + row, not ended[row]
     if result[0] == INTERRUPTS and strictness == CAREFUL:
         return False
     interrupted[0] += num_interrupted

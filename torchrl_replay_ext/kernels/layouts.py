@@ -15,8 +15,8 @@ leaves and no minima.
 
 **Ranks**: transitions are in buckets of nearly equal priorities.
 
-* ``bucket`` and ``place`` of each slot: its bucket, and its place among the members of this bucket. Within a bucket,
-  ranks ascend with places. Member k has place k, but -1 - k in bucket ``NEW``.
+* ``bucket`` and ``offset`` of each slot: its bucket, and its number among the members of this bucket. Within a bucket,
+  ranks ascend with offsets. Member k has offset k, but -1 - k in bucket ``NEW``.
 * ``members``: blocks of slots, one per bucket. ``start`` and ``room`` are the begin and the size of the block of each
   bucket; ``top`` is the first unused position after all blocks. A block that is full moves to the top with twice the
   space. When no space is left, all blocks are laid out anew, which happens once in O(N) changes.

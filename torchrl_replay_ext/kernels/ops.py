@@ -187,11 +187,13 @@ tree_rebuild_maxima = Kernel("tree.rebuild_maxima", "leaves maxima! capacity:int
 # the fields of PowerMasses
 _POWER = "leaves! nodes! minima! pages capacity:int alpha "
 
-rows_drawn = Kernel("rows.drawn", "generation slots density smallest beta number drawn_at! draws! weight! stamp!")
-rows_record = Kernel("rows.record", "generation! number! drawn_at! d! largest " + _POWER + "slots stays:bool")
+rows_drawn = Kernel(
+    "rows.drawn", "generation slots density min_density beta num_writes drawn_at! draws! weight! stamp!"
+)
+rows_record = Kernel("rows.record", "generation! num_writes! drawn_at! d! largest " + _POWER + "slots is_write:bool")
 rows_update = Kernel(
     "rows.update",
-    "generation drawn_at draws d! largest! counts! limit eps:float smallest:float squared:bool "
+    "generation drawn_at draws d! largest! counts! limit eps:float min_priority:float squared:bool "
     + _POWER
     + "slots error stamp refuses:bool kept! kept_d! result!",
 )
@@ -218,18 +220,20 @@ episodes_update = Kernel("episodes.update", "slots d number " + _EPISODES)
 
 slices_write = Kernel(
     "slices.write",
-    _ASSIGNED + "changes! is_padded:bool time! following! recent! rows! run! firsts! leaves! nodes! pages capacity:int",
+    _ASSIGNED
+    + "changes! is_padded:bool newest! following! recent! num_rows! episode_len! firsts! leaves! nodes! pages "
+    + "capacity:int",
     for_cuda=False,
 )
 slices_walk = Kernel("slices.walk", "start following leaves slots! mask!")
 
-_RANK = "bucket! place! members! start! room! counts! top! "
+_RANK = "bucket! offset! members! start! room! counts! top! "
 
 rank_move = Kernel("rank.move", _RANK + "slots d")
 rank_draw = Kernel("rank.draw", "members start counts size:int cumulative alpha u slot! density! smallest!")
 rank_rebuild = Kernel("rank.rebuild", _RANK)
 rank_find = Kernel("rank.find", "members start counts size:int rank slot!")
-rank_rank_of = Kernel("rank.rank_of", "bucket place members counts slots rank!")
+rank_rank_of = Kernel("rank.rank_of", "bucket offset members counts slots rank!")
 rank_tabulate = Kernel("rank.tabulate", "cumulative! exponent! alpha step:float")
 
 # the fields of kernels.events.Tables
@@ -238,7 +242,7 @@ _READ_TABLES = _TABLES.replace("!", "")
 
 events_write = Kernel(
     "events.write",
-    "last_steps! cut! slots! stream trajectory ends starts occurred table_of history " + _TABLES,
+    "last_steps! cut! slots! stream trajectory is_last is_first occurred table_of history " + _TABLES,
     for_cuda=False,
 )
 events_remove = Kernel("events.remove", "slots " + _TABLES, for_cuda=False)
@@ -257,6 +261,6 @@ events_draw = Kernel(
 
 frames_write = Kernel(
     "frames.write",
-    "slots trajectory before after streams! last! held! frames! ids! references! free! places!",
+    "slots trajectory before after streams! last! held! frames! ids! references! free! targets!",
     for_cuda=False,
 )

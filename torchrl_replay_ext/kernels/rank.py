@@ -35,12 +35,12 @@ def _mirror(b, k, count):
 
 @part
 def _signed(b, k):
-    """From the number of a member of a bucket, in the order of ``members``, to its place, or back."""
+    """From the number of a member of a bucket, in the order of ``members``, to its offset, or back."""
     return -1 - k if b == NEW else k
 
 
 @part
-def _lay_out(bucket, place, members, start, room, counts, top, needed):
+def _lay_out(bucket, offset, members, start, room, counts, top, needed):
     """Give each bucket in use, and the bucket ``needed``, a block with space for half as many more transitions."""
     counts[:] = 0
     for s in range(bucket.shape[0]):
@@ -58,40 +58,40 @@ def _lay_out(bucket, place, members, start, room, counts, top, needed):
     for s in range(bucket.shape[0]):
         b = bucket[s]
         if 0 <= b < BUCKETS:
-            members[_at(b, _signed(b, place[s]), start, members)] = s
+            members[_at(b, _signed(b, offset[s]), start, members)] = s
 
 
 @loop
-def rebuild(bucket, place, members, start, room, counts, top):
-    """Recompute the blocks and counts from ``bucket`` and ``place``."""
-    _lay_out(bucket, place, members, start, room, counts, top, NEW)
+def rebuild(bucket, offset, members, start, room, counts, top):
+    """Recompute the blocks and counts from ``bucket`` and ``offset``."""
+    _lay_out(bucket, offset, members, start, room, counts, top, NEW)
 
 
 @inlined
-def _take_out(s, bucket, place, members, start, counts):
+def _take_out(s, bucket, offset, members, start, counts):
     """Remove slot ``s`` from its bucket; the last one of the bucket takes its place."""
     b = bucket[s]
     if 0 <= b < BUCKETS:
         last = members[_at(b, counts[BUCKETS + b] - 1, start, members)]
-        if 0 <= last < place.shape[0]:
-            members[_at(b, _signed(b, place[s]), start, members)] = last
-            place[last] = place[s]
+        if 0 <= last < offset.shape[0]:
+            members[_at(b, _signed(b, offset[s]), start, members)] = last
+            offset[last] = offset[s]
         _count(b, -1, counts)
 
 
 @loop
-def move(bucket, place, members, start, room, counts, top, slots, d):
+def move(bucket, offset, members, start, room, counts, top, slots, d):
     """Move ``slots`` [n], in order, to the ends of the buckets of their priorities ``d``, [n], or [1] for all rows.
 
     A negative d is that of a new transition; slots with the d NaN are removed. Only the last of duplicates counts:
     until it is put in its bucket, the slot is marked with the number of its row.
     """
-    _read_ahead(bucket, place, members, start, slots)
+    _read_ahead(bucket, offset, members, start, slots)
     bits = d.view(np.int32)
     for row in range(slots.shape[0] - 1, -1, -1):
         s = slots[row]
         if 0 <= s < bucket.shape[0] and bucket[s] >= NOWHERE:
-            _take_out(s, bucket, place, members, start, counts)
+            _take_out(s, bucket, offset, members, start, counts)
             bucket[s] = NOWHERE - 1 - row
     for row in range(slots.shape[0]):
         s, each = slots[row], min(row, d.shape[0] - 1)
@@ -111,22 +111,22 @@ def move(bucket, place, members, start, room, counts, top, slots, d):
                 start[b], room[b] = first, wanted
                 top[0] = first + wanted
             else:
-                _lay_out(bucket, place, members, start, room, counts, top, b)
+                _lay_out(bucket, offset, members, start, room, counts, top, b)
                 count = counts[BUCKETS + b]
         members[_at(b, count, start, members)] = s
-        bucket[s], place[s] = b, _signed(b, count)
+        bucket[s], offset[s] = b, _signed(b, count)
         _count(b, 1, counts)
 
 
 @inlined
-def _read_ahead(bucket, place, members, start, slots):
+def _read_ahead(bucket, offset, members, start, slots):
     """Read what the loops after it need, without branches, so that the cache misses of the rows overlap."""
     size = bucket.shape[0]
     at = np.empty(slots.shape[0], np.int64)
     for row in range(slots.shape[0]):
         s = min(max(slots[row], 0), size - 1)
         b = min(max(bucket[s], 0), BUCKETS - 1)
-        at[row] = _at(b, _signed(b, place[s]), start, members)
+        at[row] = _at(b, _signed(b, offset[s]), start, members)
     for row in range(slots.shape[0]):
         at[row] = members[at[row]]
 
@@ -198,7 +198,7 @@ def find(members, start, counts, size, rank, slot):
 
 
 @loop
-def rank_of(bucket, place, members, counts, slots, rank):
+def rank_of(bucket, offset, members, counts, slots, rank):
     """The ranks of ``slots`` [n], counted from 0; -1 for slots without a transition."""
     for row in range(slots.shape[0]):
         rank[row] = -1
@@ -207,7 +207,7 @@ def rank_of(bucket, place, members, counts, slots, rank):
             continue
         b = bucket[s]
         node = BUCKETS + b
-        ahead = _mirror(b, _signed(b, place[s]), counts[node])
+        ahead = _mirror(b, _signed(b, offset[s]), counts[node])
         while node > 0:
             first = node >> BITS << BITS
             for k in range(max(first, FIRST_COUNT), node):

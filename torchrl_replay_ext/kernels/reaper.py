@@ -71,21 +71,21 @@ def _sums_between(leaves, nodes, pages, capacity, first, end, total):
 
 @inlined
 def _part_of_episode(
-    slot, record, number, position_of, num_lanes, span, start_of, is_finished, updated_at, totals, largest
+    slot, record, written_at, position_of, num_lanes, span, start_of, is_finished, updated_at, totals, largest
 ):
     """Where the TD errors of an episode up to a slot lie in its lane.
 
-    ``record`` is the record of the episode, ``number`` that of the write that filled the slot. Returns the range of the
-    positions to sum and -1, or if the episode wraps around the end of its lane, the range to leave out and the lane;
-    and the sum that R is relative to, 0 if R is 1.
+    ``record`` is the record of the episode, ``written_at`` the number of the write that filled the slot. Returns the
+    range of the positions to sum and -1, or if the episode wraps around the end of its lane, the range to leave out and
+    the lane; and the sum by which R divides, 0 if R is 1.
     """
     record = min(max(np.int64(record), 0), start_of.shape[0] - 1)
-    whole = totals[record] if is_finished[record] else largest
-    whole = 0 if number > updated_at[record] else max(whole, 0)
+    divisor = totals[record] if is_finished[record] else largest
+    divisor = 0 if written_at > updated_at[record] else max(divisor, 0)
     position, start = position_of_slot(slot, position_of, num_lanes, span), np.int64(start_of[record])
     wraps = position < start
     first, end = position + 1 if wraps else start, start if wraps else position + 1
-    return first, end, min(position // span, num_lanes - 1) if wraps else -1, whole
+    return first, end, min(position // span, num_lanes - 1) if wraps else -1, divisor
 
 
 @loop
@@ -96,20 +96,23 @@ def reliability(
     """R of ``slots`` [n], in [0, 1]; slots out of range are clamped."""
     count, largest = slots.shape[0], max(maxima[0], least_largest)
     first, end, total = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
-    lane, whole = np.empty(count, np.int64), np.empty(count, np.int64)
+    lane, divisor = np.empty(count, np.int64), np.empty(count, np.int64)
+    record, written_at = np.empty(count, np.int64), np.empty(count, np.int64)
+    # a loop of its own, so that the cache misses of the rows overlap
     for row in range(count):
         slot = min(max(slots[row], 0), episode.shape[0] - 1)
-        first[row], end[row], whole[row] = slot, episode[slot], generation[slot]
+        record[row], written_at[row] = episode[slot], generation[slot]
     for row in range(count):
-        first[row], end[row], lane[row], whole[row] = _part_of_episode(
-            first[row], end[row], whole[row], position_of, num_lanes, span, start_of, is_finished, updated_at, totals,
+        slot = min(max(slots[row], 0), episode.shape[0] - 1)
+        first[row], end[row], lane[row], divisor[row] = _part_of_episode(
+            slot, record[row], written_at[row], position_of, num_lanes, span, start_of, is_finished, updated_at, totals,
             largest,
         )  # fmt: skip
     _sums_between(leaves, nodes, pages, capacity, first, end, total)
     for row in range(count):
         if lane[row] >= 0:
             total[row] = lane_total[lane[row]] - total[row]
-        result[row] = min(max(total[row] / whole[row], 0.0), 1.0) if whole[row] > 0 else 1.0
+        result[row] = min(max(total[row] / divisor[row], 0.0), 1.0) if divisor[row] > 0 else 1.0
 
 
 @loop
@@ -127,15 +130,15 @@ def smallest(
     for slot in range(min(masses.shape[0], episode.shape[0], generation.shape[0])):
         if masses[slot] <= 0:
             continue
-        first, end, lane, whole = _part_of_episode(
+        first, end, lane, divisor = _part_of_episode(
             slot, episode[slot], generation[slot], position_of, num_lanes, span, start_of, is_finished, updated_at,
             totals, largest,
         )  # fmt: skip
         ratio = 1.0
-        if whole > 0:
+        if divisor > 0:
             first = min(max(first, 0), capacity)
             total = running[min(max(end, first), capacity)] - running[first]
-            ratio = min(max((lane_total[lane] - total if lane >= 0 else total) / whole, 0.0), 1.0)
+            ratio = min(max((lane_total[lane] - total if lane >= 0 else total) / divisor, 0.0), 1.0)
         # powers take most of the time; with omega <= 1, R^ω is at least R
         if omega[0] <= 1 and masses[slot] * ratio >= best:
             continue
@@ -192,8 +195,8 @@ def draw(seed, omega, leaves, nodes, pages, capacity, leaf, density, *episodes):
         running += leaves[place_of(k, leaves, pages)] * factor[k]
         sums[k] = running
     for k in range(size):
-        found = _choose(sums, uniform(seed[0], (rows[k] << 32) + LAST))
-        leaf[rows[k]], density[rows[k]] = found, leaves[place_of(found, leaves, pages)] * factor[found]
+        chosen = _choose(sums, uniform(seed[0], (rows[k] << 32) + LAST))
+        leaf[rows[k]], density[rows[k]] = chosen, leaves[place_of(chosen, leaves, pages)] * factor[chosen]
 
 
 @inlined

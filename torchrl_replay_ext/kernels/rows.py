@@ -17,26 +17,26 @@ from torchrl_replay_ext.kernels.tree import write_all, write_power
 
 
 @loop
-def drawn(generation, slots, density, smallest, beta, number, drawn_at, draws, weight, stamp):
+def drawn(generation, slots, density, min_density, beta, num_writes, drawn_at, draws, weight, stamp):
     """Complete a draw of ``slots`` [n] with weights and stamps, and count it.
 
     Args:
         generation: of each slot.
         slots: int64 [n].
         density: of each row, [n]; 0 if nothing can be drawn.
-        smallest: the smallest density of all slots first; empty: that of this batch.
+        min_density: the smallest density of all slots first; empty: that of this batch.
         beta: the exponent of the weights, first.
-        number: the number of writes so far, int64 [1].
+        num_writes: the number of writes so far, int64 [1].
         drawn_at: see above; empty: the draw is not counted.
         draws: see above.
-        weight: (density / smallest)^−beta, float32 [n], 0 where the density is 0; empty: not needed.
+        weight: (density / min_density)^−beta, float32 [n], 0 where the density is 0; empty: not needed.
         stamp: the generations of ``slots``, int64 [n]; empty: not needed.
     """
     size = generation.shape[0]
     if weight.shape[0] > 0:
         least = density[0]
-        if smallest.shape[0] > 0:
-            least = smallest[0]
+        if min_density.shape[0] > 0:
+            least = min_density[0]
         else:
             for row in range(density.shape[0]):
                 least = min(least, density[row])
@@ -46,19 +46,21 @@ def drawn(generation, slots, density, smallest, beta, number, drawn_at, draws, w
         stamp[row] = generation[min(max(slots[row], 0), size - 1)]
     if drawn_at.shape[0] == 0:
         return
-    draws[0], draws[1] = draws[0] + 1, number[0]
+    draws[0], draws[1] = draws[0] + 1, num_writes[0]
     for row in range(slots.shape[0]):
         if 0 <= slots[row] < size:
             drawn_at[slots[row]] = draws[0]
 
 
 @loop
-def record(generation, number, drawn_at, d, largest, leaves, nodes, minima, pages, capacity, alpha, slots, stays):
+def record(
+    generation, num_writes, drawn_at, d, largest, leaves, nodes, minima, pages, capacity, alpha, slots, is_write
+):
     """Register one write of ``slots`` [n], or their removal.
 
     Args:
         generation: of each slot; becomes the number of the write, or 0.
-        number: the number of writes so far, int64 [1]; increased by 1.
+        num_writes: the number of writes so far, int64 [1]; increased by 1.
         drawn_at: see above.
         d: of each slot; becomes the negative ``largest``, or 0.
         largest: the priority of new transitions, float64 [1].
@@ -69,20 +71,20 @@ def record(generation, number, drawn_at, d, largest, leaves, nodes, minima, page
         capacity: likewise; 0: there are no masses.
         alpha: the exponent first.
         slots: int64 [n].
-        stays: False if the slots become empty.
+        is_write: False if the slots become empty.
     """
-    number[0] += 1
+    num_writes[0] += 1
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0 or slot >= generation.shape[0]:
             continue
-        generation[slot] = number[0] if stays else 0
-        d[slot] = np.float32(-largest[0]) if stays else np.float32(0)
+        generation[slot] = num_writes[0] if is_write else 0
+        d[slot] = np.float32(-largest[0]) if is_write else np.float32(0)
         drawn_at[slot] = -abs(drawn_at[slot])
     if capacity > 0:
         mass = np.empty(slots.shape[0], np.int64)
         for row in range(slots.shape[0]):
-            mass[row] = math.ceil(largest[0] ** alpha[0] * UNIT) if stays else 0
+            mass[row] = math.ceil(largest[0] ** alpha[0] * UNIT) if is_write else 0
         write_all(leaves, nodes, minima, pages, capacity, slots, mass)
 
 
@@ -94,7 +96,7 @@ def _delta(error, squared):
 
 @loop
 def update(
-    generation, drawn_at, draws, d, largest, counts, limit, eps, smallest, squared,
+    generation, drawn_at, draws, d, largest, counts, limit, eps, min_priority, squared,
     leaves, nodes, minima, pages, capacity, alpha,
     slots, error, stamp, refuses, kept, kept_d, result,
 ):  # fmt: skip
@@ -108,12 +110,12 @@ def update(
         generation: of each slot; 0: empty.
         drawn_at: see above.
         draws: see above.
-        d: priority max(|δ| + eps, smallest) of each slot, float32.
+        d: priority max(|δ| + eps, min_priority) of each slot, float32.
         largest: the largest d so far, float64 [1].
         counts: the numbers of late and of invalid rows so far, int64 [2].
         limit: the largest d that is valid, float64 [1].
         eps: see ``d``.
-        smallest: see ``d``.
+        min_priority: see ``d``.
         squared: see ``error``.
         leaves: the masses d^alpha, which are set too, see :class:`~torchrl_replay_ext.core.sum_tree.PowerMasses`.
         nodes: likewise.
@@ -137,7 +139,7 @@ def update(
     invalid = 0
     for row in range(slots.shape[0]):
         slot, reason = slots[row], 0
-        kept[row], kept_d[row] = -1, max(_delta(error[row], squared) + eps, smallest)
+        kept[row], kept_d[row] = -1, max(_delta(error[row], squared) + eps, min_priority)
         if slot < 0 or slot >= size:
             reason = OUT_OF_RANGE
         # NaN is not >= 0

@@ -31,7 +31,7 @@ def _may_begin(slot, firsts):
 @loop
 def write(
     lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness,
-    changes, is_padded, time, following, recent, rows, run, firsts, leaves, nodes, pages, capacity,
+    changes, is_padded, newest, following, recent, num_rows, episode_len, firsts, leaves, nodes, pages, capacity,
 ):  # fmt: skip
     """Write new transitions to ``slots`` [n], in order.
 
@@ -42,9 +42,9 @@ def write(
     ``changes`` [3, 0] is empty, or if the tree of the masses is on an accelerator, [3, 2n] gets what to change there:
     slots of starts, in order, and their masses; and slots whose successors have changed. Other entries stay.
     """
-    lane_of, begins = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
+    lane_of, is_first = np.empty(slots.shape[0], np.int64), np.empty(slots.shape[0], np.bool_)
     if not assign(
-        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, begins
+        lanes, interrupted, result, slots, trajectory, ended, initial, is_assigned, strictness, lane_of, is_first
     ):
         return
     size, length = following.shape[0], recent.shape[1]
@@ -52,28 +52,28 @@ def write(
         slot, lane = slots[row], lane_of[row]
         if slot < 0 or slot >= min(size, capacity) or lane < 0 or lane >= recent.shape[0]:
             continue
-        time[0] += (slot - time[0] - 1) % size + 1
-        last = recent[lane, (rows[lane] - 1) % length]
+        newest[0] += (slot - newest[0] - 1) % size + 1
+        last = recent[lane, (num_rows[lane] - 1) % length]
         following[slot], before = slot, slot
-        if not begins[row] and time[0] - last < size:
+        if not is_first[row] and newest[0] - last < size:
             before = last % size
             following[before] = slot
         if changes.shape[1] > 0:
             changes[FOLLOWED, 2 * row], changes[FOLLOWED, 2 * row + 1] = slot, before
-        recent[lane, rows[lane] % length] = time[0]
-        rows[lane] += 1
-        run[lane] = 1 if begins[row] else run[lane] + 1
+        recent[lane, num_rows[lane] % length] = newest[0]
+        num_rows[lane] += 1
+        episode_len[lane] = 1 if is_first[row] else episode_len[lane] + 1
         if firsts.shape[0] > 0:
-            firsts[slot] = begins[row]
+            firsts[slot] = is_first[row]
         mass = 1 if is_padded and _may_begin(slot, firsts) else 0
         _set_mass(slot, mass, 2 * row, changes, leaves, nodes, pages, capacity)
-        oldest = recent[lane, rows[lane] % length]
-        if not is_padded and run[lane] >= length and time[0] - oldest < size:
+        oldest = recent[lane, num_rows[lane] % length]
+        if not is_padded and episode_len[lane] >= length and newest[0] - oldest < size:
             start = min(oldest % size, capacity - 1)
             mass = 1 if _may_begin(start, firsts) else 0
             _set_mass(start, mass, 2 * row + 1, changes, leaves, nodes, pages, capacity)
         if ended[row]:
-            run[lane] = 0
+            episode_len[lane] = 0
 
 
 @loop

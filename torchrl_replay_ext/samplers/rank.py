@@ -32,9 +32,9 @@ class RankBuckets:
     """Slots in the order of their ranks, counted from 0.
 
     A bucket holds the slots whose float32 priorities have the same upper 16 bits, which differ by less than 0.8 %.
-    Ranks descend from bucket to bucket. Within a bucket they follow the places of its members in an array: a slot gets
-    the last place when it is updated, and when one leaves, that of the last place takes its place. The first bucket is
-    for slots that were never updated; there the last place has rank 0.
+    Ranks descend from bucket to bucket. Within a bucket they follow the offsets of its members in an array: a slot gets
+    the last offset when it is updated, and when one leaves, the last one takes its offset. The first bucket is
+    for slots that were never updated; there the last offset has rank 0.
 
     The arrays are those of ``kernels/layouts.py``. On the CPU, changes take effect at once and cost O(1) per row.
     On CUDA, :meth:`refresh` sorts, and within a bucket the slots that were written last come first.
@@ -51,14 +51,14 @@ class RankBuckets:
             return torch.full((count,), value, dtype=dtype, device=device)
 
         self._bucket = numbers(size, torch.int32, NOWHERE)
-        self._place = numbers(size, torch.int64)
+        self._offset = numbers(size, torch.int64)
         # blocks with space for half as many more slots, and space for blocks that grow
         self._members = numbers(3 * size + 2 * min(size, BUCKETS) + 2, torch.int32)
         self._start = numbers(BUCKETS, torch.int64)
         self._room = numbers(BUCKETS, torch.int32)
         self._counts = numbers(2 * BUCKETS, torch.int32)
         self._top = numbers(1, torch.int64)
-        arrays = self._bucket, self._place, self._members, self._start, self._room, self._counts, self._top
+        arrays = self._bucket, self._offset, self._members, self._start, self._room, self._counts, self._top
         self._views = Views(*arrays)
         # the priorities of all new transitions, and of all that are removed
         self._new, self._removed = numbers(1, torch.float32, -1), numbers(1, torch.float32) * math.nan
@@ -106,7 +106,7 @@ class RankBuckets:
     def rank_of(self, slots: Tensor) -> Tensor:
         """The rank of each of ``slots`` [n], int64 [n]; -1 for slots without a transition."""
         rank = torch.empty_like(slots)
-        rank_rank_of(self._bucket, self._place, self._members, self._counts, slots.contiguous(), rank)
+        rank_rank_of(self._bucket, self._offset, self._members, self._counts, slots.contiguous(), rank)
         return rank
 
     def density(self, slots: Tensor, alpha: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ class RankBuckets:
     def clear(self) -> None:
         """Remove all transitions."""
         self._bucket.fill_(NOWHERE)
-        self._place.zero_()
+        self._offset.zero_()
         self._top.zero_()
         rank_rebuild(*self._views())
 
     def tensors(self) -> dict[str, Tensor]:
         """The state to save; the rest follows from the priorities."""
-        return {"place": self._place}
+        return {"place": self._offset}
 
     def rebuild(self, priority: Tensor, stored: Tensor) -> None:
         """Recompute the buckets after :meth:`tensors` were replaced.
@@ -135,13 +135,13 @@ class RankBuckets:
         # the bits of positive floats are ordered like the floats
         bucket = torch.where(priority < 0, NEW, BUCKETS - 1 - (priority.view(torch.int32) >> DROPPED_BITS))
         self._bucket.copy_(torch.where(stored, bucket, NOWHERE))
-        # saved places of other devices, or wrong ones, still are an order
-        order = self._place.argsort(stable=True)
+        # saved offsets of other devices, or wrong ones, still are an order
+        order = self._offset.argsort(stable=True)
         order = order[self._bucket[order].argsort(stable=True)]
         ordered = self._bucket[order]
         # new transitions: the number of those that follow, negative
         origin = torch.searchsorted(ordered, torch.where(ordered == NEW, NEW + 1, ordered))
-        self._place[order] = torch.arange(self._size, device=order.device) - origin
+        self._offset[order] = torch.arange(self._size, device=order.device) - origin
         self._top.fill_(self._size)
         rank_rebuild(*self._views())
 

@@ -77,9 +77,9 @@ class SliceStarts(Follower):
         self._next = torch.arange(size, device="cpu").to(torch.int32 if size < 2**31 else torch.int64)
         # Times count slots, so that time t is in slot t % size. The time of the last row, -1 before the first; and the
         # times of the newest rows of each lane: the n-th row of a lane is in column n % slice_len
-        self._time, self._recent = full(1, value=-1), full(num_lanes, slice_len, value=_NEVER)
+        self._newest_time, self._recent = full(1, value=-1), full(num_lanes, slice_len, value=_NEVER)
         # per lane: its number of rows, and the number of steps of its unfinished episode
-        self._rows, self._run = full(num_lanes), full(num_lanes)
+        self._num_rows, self._episode_len = full(num_lanes), full(num_lanes)
         # True for the first transition of each episode; empty if slices may begin anywhere
         self._firsts = torch.zeros(size if self._starts_at == "episode" else 0, dtype=torch.bool, device="cpu")
         # mass 1 where a slice may begin
@@ -90,7 +90,7 @@ class SliceStarts(Follower):
             to_device(each, self._device) for each in (self._next, self._newest_rows())
         )
         tree = SumTree(1, device="cpu") if self._is_copied else self.starts
-        state = self._time, self._next, self._recent, self._rows, self._run, self._firsts
+        state = self._newest_time, self._next, self._recent, self._num_rows, self._episode_len, self._firsts
         # the first one stands for no changes
         self._views = Views(full(3, 0), self._pad, *state, tree.leaves, tree.nodes, tree.pages, size)
 
@@ -157,7 +157,9 @@ class SliceStarts(Follower):
 
     def _newest_rows(self) -> Tensor:
         """What :meth:`newest` reads: the times of the newest rows, the number of rows, and the time of the last row."""
-        return torch.cat([self._recent, self._rows.unsqueeze(1), self._time.expand_as(self._rows).unsqueeze(1)], 1)
+        return torch.cat(
+            [self._recent, self._num_rows.unsqueeze(1), self._newest_time.expand_as(self._num_rows).unsqueeze(1)], 1
+        )
 
     # --- draws
 
@@ -211,8 +213,8 @@ class SliceStarts(Follower):
         recent, rows, time = newest.split((self._slice_len, 1, 1), 1)
         count = (time - recent < self._size).sum(1, keepdim=True)
         step = torch.arange(self._slice_len, device=self._device)
-        place = (rows - count + step.minimum(count - 1)) % self._slice_len
-        times = where_int64(count > 0, recent.gather(1, place), time)
+        column = (rows - count + step.minimum(count - 1)) % self._slice_len
+        times = where_int64(count > 0, recent.gather(1, column), time)
         slots, mask = times % self._size, step < count
         if self._reader.is_fixed or not self.lanes.assigned or is_traced():
             return slots, mask
@@ -227,9 +229,9 @@ class SliceStarts(Follower):
 
     def clear(self) -> None:
         self._next.copy_(torch.arange(self._size, device="cpu"))
-        self._time.fill_(-1)
+        self._newest_time.fill_(-1)
         self._recent.fill_(_NEVER)
-        for counter in (self._rows, self._run, self._firsts):
+        for counter in (self._num_rows, self._episode_len, self._firsts):
             counter.zero_()
         self.starts.clear_()
         self._send()
@@ -237,8 +239,8 @@ class SliceStarts(Follower):
         self._had_starts = False
 
     def tensors(self) -> dict[str, Tensor]:
-        lanes = {"recent": self._recent, "rows": self._rows, "run": self._run, **self.lanes.tensors()}
-        tensors = {"next": self._next, "time": self._time, **lanes}
+        lanes = {"recent": self._recent, "rows": self._num_rows, "run": self._episode_len, **self.lanes.tensors()}
+        tensors = {"next": self._next, "time": self._newest_time, **lanes}
         if len(self._firsts):
             tensors["firsts"] = self._firsts
         return {f"slices_{name}": tensor for name, tensor in tensors.items()}

@@ -198,14 +198,14 @@ class FrameStackStorage(CompilableTensorStorage):
         if not before.is_cpu:
             before, after = torch.stack([before, after]).cpu()
         before, after, device = self._as_words(before), self._as_words(after), self._words.device
-        frames, places = self._words, slots.new_zeros(0 if self._words.is_cpu else len(slots) * self._ids.shape[1])
-        if len(places):
-            frames = before.new_empty(len(places), before.shape[2])
+        frames, targets = self._words, slots.new_zeros(0 if self._words.is_cpu else len(slots) * self._ids.shape[1])
+        if len(targets):
+            frames = before.new_empty(len(targets), before.shape[2])
         state = self._ids, self._references, self._free
-        frames_write(slots, trajectory, before, after, self._streams, self._last, self._held, frames, *state, places)
-        if len(places):
-            places = places[places > 0]
-            self._words[to_device(places, device)] = to_device(frames[: len(places)], device)
+        frames_write(slots, trajectory, before, after, self._streams, self._last, self._held, frames, *state, targets)
+        if len(targets):
+            targets = targets[targets > 0]
+            self._words[to_device(targets, device)] = to_device(frames[: len(targets)], device)
             self._ids_there[to_device(slots, device)] = to_device(self._ids[slots], device)
 
     def _as_words(self, stacks: Tensor) -> Tensor:
