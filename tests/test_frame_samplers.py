@@ -76,3 +76,6 @@ def test_compiled_in_one_graph(name):
         expected = plain.storage[batch["index"]]
         for key in ("observation", ("next", "observation"), "action", ("next", "reward")):
             assert torch.equal(batch[key], expected[key]), key
+    data["observation"] = 255 - data["observation"]
+    with pytest.raises(ValueError, match="the next observation of a row is not its observation shifted by one frame"):
+        compiled(data)

@@ -221,22 +221,6 @@ def test_slots_out_of_range_are_refused(slots):
     assert len(storage) == storage.num_frames == 0
 
 
-@pytest.mark.slow
-def test_a_compiled_write_raises_the_same_errors():
-    torch._dynamo.reset()
-    storage = FrameStackStorage(20, frame_capacity=20, episodes=Episodes(num_streams=1))
-    rb = CompilableReplayBuffer(storage=storage, batch_size=4)
-    streams = StackedStreams(1, end=0, still=0)
-    rb.extend(streams.rollout([0] * 3))
-    compiled = torch.compile(lambda data: rb.extend(data), fullgraph=True)
-    compiled(streams.rollout([0] * 3))
-    with pytest.raises(ValueError, match=APART):
-        compiled(changed(streams.rollout([0] * 3), "observation", lambda stacks: 255 - stacks))
-    with pytest.raises(RuntimeError, match="frame_capacity="):
-        for number in range(20):
-            compiled(StackedStreams(1, end=0, still=0, seed=number).rollout([0] * 8)[5:])
-
-
 def test_a_graph_on_an_accelerator_cannot_write():
     with EmulatedDevice("torchrl_replay_ext") as device:
         rb = CompilableReplayBuffer(storage=FrameStackStorage(20, device="emulated"), batch_size=4)

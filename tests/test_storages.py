@@ -318,11 +318,6 @@ def test_rows_that_are_written_again_do_not_count_twice(cursor, length):
     for _ in range(2):
         storage.set(cursor, data)
         assert len(storage) == length
-    wide = CompilableTensorStorage(30, ndim=2)
-    row = TensorDict({"step": torch.zeros(*data.shape, 3, dtype=torch.int64)}, [*data.shape, 3])
-    for _ in range(2):
-        wide.set(cursor, row)
-        assert len(wide) == 3 * length
 
 
 def test_flags_of_rows_that_were_never_written_are_false(monkeypatch):

@@ -93,8 +93,8 @@ class Script:
     def apply(self, diff: str) -> None:
         apply(diff, self.folder, self.name)
 
-    def run(self, num_frames: int, *overrides: str) -> str:
-        """Run the script in a process of its own, and return what it prints."""
+    def run(self, num_frames: int, *overrides: str) -> None:
+        """Run the script in a process of its own."""
         command = [sys.executable, self.name, *self.overrides, f"collector.total_frames={num_frames}", *overrides]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         path = self.folder / "log.txt"
@@ -107,9 +107,7 @@ class Script:
             except subprocess.TimeoutExpired:
                 # also after an error, since the script then waits for the processes of its environments
                 status = "a timeout"
-        log = path.read_text(errors="replace")
-        assert status == 0, f"{' '.join(command)} ended with {status}:\n{log[-8_000:]}"
-        return log
+        assert status == 0, f"{' '.join(command)} ended with {status}:\n{path.read_text(errors='replace')[-8_000:]}"
 
 
 def load(path: Path, diff: str, prefetch: int) -> tuple[TensorDictReplayBuffer, dict[str, Any]]:
@@ -144,36 +142,24 @@ def check_used(buffer: TensorDictReplayBuffer, diff: str, num_frames: int) -> No
 
 def run_and_resume(
     script: Script, path: Path, diff: str, prefetch: int, resume: str
-) -> tuple[list[str], TensorDictReplayBuffer, dict[str, Any]]:
-    """Run a script, and resume it from its checkpoint; returns what it prints, and what ``load`` loads at the end.
+) -> tuple[TensorDictReplayBuffer, dict[str, Any]]:
+    """Run a script, and resume it from its checkpoint; returns what ``load`` loads at the end.
 
     The second run keeps the transitions of the first one, and begins trajectories of its own.
     """
-    logs = [script.run(FIRST)]
+    script.run(FIRST)
     first, _ = load(path, diff, prefetch)
     check_used(first, diff, FIRST)
-    logs += [script.run(BOTH, resume)]
+    script.run(BOTH, resume)
     both, built = load(path, diff, prefetch)
     check_used(both, diff, BOTH)
     assert (both[:FIRST] == first[:]).all()
     trajectories = both[:]["collector", "traj_ids"]
     assert trajectories[:FIRST].max() < trajectories[FIRST:].min()
-    return logs, both, built
+    return both, built
 
 
 COLLECTOR = ["logger.backend=", "collector.frames_per_batch=100", "collector.init_random_frames=200"]
-PRINT_SCORES = """
-+    print("scores", *(sampler.stats()[f"actor_{kind}score"].item() for kind in ("", "candidate_")))
-     collector.shutdown()
-""".lstrip("\n")
-# after a checkpoint is loaded, and at the end
-PRINT_WEIGHTS = """
-         checkpoint.load(cfg.resume)
-+    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
-@@
-+    print("weights", sum(weight.double().sum().item() for weight in loss_module.parameters()))
-     collector.shutdown()
-""".lstrip("\n")
 
 
 @pytest.mark.slow
@@ -186,7 +172,7 @@ def test_dqn_runs_and_resumes(name, tmp_path):
     diff, of_tables = guide_diffs("DQN")
     diff = of_tables if name == "event tables" else diff
     script.apply(diff)
-    _, both, built = run_and_resume(script, checkpoint, diff, 0, "checkpoint.resume=true")
+    both, built = run_and_resume(script, checkpoint, diff, 0, "checkpoint.resume=true")
     if name == "event tables":
         assert built["tables"].sizes()["fell"] > 0
         assert set(both.sample()["table"].tolist()) == {0, 1}
@@ -208,22 +194,12 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
     script.apply(diff)
     if name == "dper":
         script.apply(of_dper)
-        script.apply(PRINT_SCORES)
     if algorithm == "sac":
         both_optimizers = r"^\+ *optimizer_actor=.*\n\+ *optimizer_critic=.*$"
         resume, count = re.subn(both_optimizers, "+        optimizer=optimizer,", resume, flags=re.MULTILINE)
         assert count == 1
     script.apply(resume)
-    script.apply(PRINT_WEIGHTS)
-
-    logs, *_ = run_and_resume(script, checkpoint, diff, 3, f"+resume={checkpoint}")
-    (_, end), (begin, _) = (re.findall(r"weights (\S+)$", log, re.MULTILINE) for log in logs)
-    assert begin == end
-    if name == "dper":
-        for log in logs:
-            (scores,) = re.findall(r"scores (\S+) (\S+)$", log, re.MULTILINE)
-            # of the last actor batch, and of its candidates
-            assert 0 < float(scores[0]) < float(scores[1])
+    run_and_resume(script, checkpoint, diff, 3, f"+resume={checkpoint}")
 
 
 def test_every_diff_of_the_guide_is_applied_to_a_script():
