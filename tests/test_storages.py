@@ -373,6 +373,7 @@ def test_one_step_per_environment_can_be_written_to_columns():
     rb.extend(step(0))
     for number in range(1, 6):
         assert rb.extend(step(number)).tolist() == [[number % 4, env] for env in range(3)]
+        assert len(rb) == 3 * min(number + 1, 4)
     written = rb.storage[:]["number"]
     assert written.tolist() == [[12, 13, 14], [15, 16, 17], [6, 7, 8], [9, 10, 11]]
     priority = written.flatten() + 1.0
