@@ -179,32 +179,6 @@ def algorithm(setting: Setting, batch: TensorDict) -> Sums:
     return sums.means(count)
 
 
-# --- identities
-
-
-@pytest.mark.parametrize("c", [0.0, 0.3, 1.0, 2.0, math.inf])
-def test_truncation_with_correction_leaves_the_policy_gradient(c):
-    """Eq. 7: if the return is Q, the mean gradient over μ is that of Σ_a π(a) Q(a), for every c."""
-    setting = Setting(c=c, trust_region=False)
-    observation = torch.randn(5, 1, OBSERVATION, dtype=torch.float64).repeat_interleave(ACTIONS, 0)
-    mu = (2 * torch.randn(5, 1, ACTIONS, dtype=torch.float64)).softmax(-1).repeat_interleave(ACTIONS, 0)
-    action = torch.arange(ACTIONS).repeat(5).unsqueeze(-1)
-    q = setting.networks.value(observation).detach()
-    ended = torch.ones(5 * ACTIONS, 1, 1, dtype=torch.bool)
-    following = {"observation": observation, "reward": q.gather(-1, action.unsqueeze(-1))}
-    batch = {
-        "observation": observation,
-        "action": action,
-        "logits": mu.log(),
-        "priority_weight": mu.gather(-1, action.unsqueeze(-1)),
-        "next": {**following, "done": ended, "terminated": ended},
-    }
-    result = setting.loss(TensorDict(batch, action.shape))
-    # the weights are μ, so their sum over the actions of a state is 1
-    value = (setting.networks.logits(observation).softmax(-1) * q).sum(-1).mean()
-    assert_same_gradients(gradients(result["loss_actor"], setting.parameters), gradients(-value, setting.parameters))
-
-
 # --- batches
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.data import rows
+
 # the beginning of the warning that an episode was interrupted
 INTERRUPTED = "A trajectory began before the last one had ended"
 
@@ -76,19 +78,10 @@ class Environments:
 
 def transitions(steps: list[Step], with_ids: bool = True) -> TensorDict:
     """The data of ``steps`` as a collector returns it, [len(steps)]."""
-    count = len(steps)
-    terminated = torch.tensor([step.terminated for step in steps]).view(count, 1)
-    truncated = torch.tensor([step.truncated for step in steps]).view(count, 1)
-    td = TensorDict(
-        {
-            "observation": torch.arange(count, dtype=torch.float32)[:, None],
-            "next": {"done": terminated | truncated, "terminated": terminated, "truncated": truncated},
-        },
-        [count],
-    )
-    if with_ids:
-        td["collector", "traj_ids"] = torch.tensor([step.traj_id for step in steps])
-    return td
+    terminated = [place for place, step in enumerate(steps) if step.terminated]
+    truncated = [place for place, step in enumerate(steps) if step.truncated]
+    ids = [step.traj_id for step in steps] if with_ids else None
+    return rows(len(steps), done=terminated, truncated=truncated, ids=ids)
 
 
 def probabilities(buffer) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
 
-from tests.data import buffer_with, event_sampler
+from tests.data import buffer_with, event_sampler, rows
 from tests.events import scripted
 from tests.samplers.event_tables import ETA, expected_mixture, filled, make, sampler_of, update, with_pairs
 from tests.samplers.experience import probabilities
@@ -17,15 +16,8 @@ def two_outcomes(count=4000, **sampler):
     z = torch.arange(count) % 2
     other = torch.arange(count) % 5 == 4
     obs = torch.where(other, 7.0, 3.0)
-    data = TensorDict(
-        {
-            "observation": obs.unsqueeze(1),
-            "action": other.long(),
-            "z": z,
-            "next": {"done": torch.ones(count, 1, dtype=torch.bool), "hit": (z == 1) & ~other},
-        },
-        [count],
-    )
+    data = rows(count, episode=1, observation=obs.unsqueeze(1), action=other.long(), z=z)
+    data["next", "hit"] = (z == 1) & ~other
     rb = buffer_with(event_sampler(count, ("next", "hit"), 1, name="hit", **sampler), count, batch_size=2000)
     rb.extend(data)
     return rb
