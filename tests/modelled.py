@@ -88,7 +88,7 @@ class Modelled:
     def begin(self) -> None:
         """Reset the model to an empty buffer."""
         self.cursor = 0
-        # number and observation of the transition in each slot
+        # number of the transition in each slot, and what :meth:`observed` returns for it
         self.content: dict[int, tuple[int, torch.Tensor]] = {}
         self.late: list[Batch] = []
         self.tables: Any = None
@@ -202,7 +202,7 @@ class Modelled:
         """Update the model after a write."""
         width = self.setting.num_envs if self.setting.ndim == 2 else 1
         flat = data.transpose(0, 1).reshape(-1) if self.setting.ndim == 2 else data
-        rows = zip(steps, flat["number"].tolist(), flat["observation"], strict=True)
+        rows = zip(steps, flat["number"].tolist(), self.observed(flat), strict=True)
         flags = {name: flat["next", name].reshape(-1).tolist() for name in HISTORY} if self.tables is not None else {}
         if self.reference is not None:
             self.reference.remove([(self.cursor + row) % self.setting.capacity for row in range(len(steps))])
@@ -266,7 +266,7 @@ class Modelled:
         if self.pinned:
             assert set(numbers) <= {self.number_of[number] for number in self.tables.stored()}
         else:
-            for slot, number, row in zip(slots, numbers, data["observation"], strict=True):
+            for slot, number, row in zip(slots, numbers, self.observed(data), strict=True):
                 assert number == self.content[slot][0] and torch.equal(row, self.content[slot][1])
         weight = data.get("priority_weight", None)
         if weight is not None:
@@ -279,6 +279,12 @@ class Modelled:
         batch = Batch(data, slots, stamps)
         self.late.append(batch)
         return batch
+
+    def observed(self, data: TensorDict) -> torch.Tensor:
+        """The observations of each row; with stacks of frames also the next ones."""
+        if not self.frames_once:
+            return data["observation"]
+        return torch.cat([data["observation"], data["next", "observation"]], 1)
 
     def check_batch(self, data: TensorDict, slots: list[int]) -> None:
         """Check the weights of a sample, and slices, against the reference."""

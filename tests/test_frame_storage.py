@@ -1,7 +1,6 @@
 """FrameStackStorage: what is read is what was written, each frame is stored once, and errors change nothing."""
 
 import copy
-import pickle
 import random
 import re
 from contextlib import nullcontext
@@ -136,25 +135,6 @@ class TestReading:
 
 
 class TestSaving:
-    @pytest.mark.parametrize("fresh", [True, False])
-    @pytest.mark.parametrize("way", ["state_dict", "dumps", "pickle"])
-    def test_a_restored_buffer_goes_on(self, full, way, fresh, tmp_path):
-        once, plain, streams = full
-        restored = pair(12, frame_capacity=40)[0]
-        if not fresh:
-            restored.extend(StackedStreams(1, seed=5).rollout([0] * 40))
-        if way == "state_dict":
-            restored.load_state_dict(once.state_dict())
-        elif way == "dumps":
-            once.dumps(tmp_path)
-            restored.loads(tmp_path)
-        else:
-            restored = pickle.loads(pickle.dumps(once))
-        assert_same(restored, plain)
-        for _ in range(4):
-            extend(streams.chunk("interleaved", 5), restored, plain)
-            assert_same(restored, plain)
-
     def test_only_frames_that_are_needed_are_saved(self):
         storage = FrameStackStorage(1000)
         storage.set(torch.arange(5), StackedStreams(1, end=0, still=0).rollout([0] * 5))

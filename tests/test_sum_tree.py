@@ -132,11 +132,6 @@ class TreeAgainstList(RuleBasedStateMachine):
         assert mass.tolist() == [self.masses[i] for i in leaf.tolist()]
         assert int(mass.min()) > 0
 
-    @rule(data=st.data())
-    def get(self, data):
-        index = data.draw(st.lists(st.integers(0, len(self.masses) - 1), min_size=1, max_size=6))
-        assert self.tree.get(torch.tensor(index)).tolist() == [self.masses[i] for i in index]
-
     @invariant()
     def agrees(self):
         if hasattr(self, "tree"):
