@@ -74,8 +74,8 @@ class Sketch:
         """The counts of ``hashes`` [n] in each table, int64 [tables, n]."""
         counters, (tables, size) = self._counters(hashes), self.counts.shape
         table = torch.arange(tables, device=hashes.device).view(-1, 1, 1) * size
-        found = gather_in_bounds(self.counts.view(-1), (table + counters).view(-1))
-        return found.view(-1, *counters.shape).amin(1).to(torch.int64)
+        counts = gather_in_bounds(self.counts.view(-1), (table + counters).view(-1))
+        return counts.view(-1, *counters.shape).amin(1).to(torch.int64)
 
 
 # Number of counters of each pair.

@@ -49,10 +49,10 @@ def _lane_for(lanes):
 
 @inlined
 def _is_in_a_chain(lanes, trajectory):
-    found = False
+    is_in_chain = False
     for lane in range(lanes.shape[1]):
-        found |= lanes[CHAIN, lane] == trajectory
-    return found
+        is_in_chain |= lanes[CHAIN, lane] == trajectory
+    return is_in_chain
 
 
 @part
@@ -65,10 +65,10 @@ def _copy(lanes, to):
 @inlined
 def _has_runs(trajectory):
     """True if two rows that follow each other have the same id: the rows of one environment come after another's."""
-    found = False
+    has_runs = False
     for row in range(1, trajectory.shape[0]):
-        found |= trajectory[row] == trajectory[row - 1]
-    return found
+        has_runs |= trajectory[row] == trajectory[row - 1]
+    return has_runs
 
 
 @loop

@@ -125,7 +125,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         max_priority_within_buffer: bool = False,
         **exponents: float | Anneal,
     ):
-        name, given = self.owner, dict(vars(self))
+        name, before = self.owner, dict(vars(self))
         self.capacity = None if capacity is None else require_integer(name, "capacity", capacity)
         require_choice(name, "td_error", td_error, get_args(TDError))
         super().__init__(
@@ -136,7 +136,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             td_error=td_error,
             within_buffer=require_bool(name, "max_priority_within_buffer", max_priority_within_buffer),
         )
-        changed = (key for key, value in given.items() if hasattr(BoundState, key) or vars(self)[key] is not value)
+        changed = (key for key, value in before.items() if hasattr(BoundState, key) or vars(self)[key] is not value)
         _require_own_names(name, changed)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -335,22 +335,22 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             self.update(updated, d)
         self.step()
 
-    def _td_errors(self, given: Any, count: int) -> Tensor:
+    def _td_errors(self, td_errors: Any, count: int) -> Tensor:
         """Convert TD errors, one for each of ``count`` slots or a scalar for all of them, to float32 [count].
 
-        ValueError if ``given`` has another number of elements.
+        ValueError if ``td_errors`` has another number of elements.
         """
         device = self.layout.device
-        if isinstance(given, Tensor) and given.dtype == torch.float32 and given.device == device:
+        if isinstance(td_errors, Tensor) and td_errors.dtype == torch.float32 and td_errors.device == device:
             # conversions that change nothing take as long as the rest
-            error = given.detach() if given.requires_grad else given
+            error = td_errors.detach() if td_errors.requires_grad else td_errors
         else:
-            error = torch.as_tensor(given, dtype=torch.float32, device=device).detach()
+            error = torch.as_tensor(td_errors, dtype=torch.float32, device=device).detach()
         if error.ndim != 1:
             error = error.reshape(-1)
         if error.shape[0] == count:
             return error
-        if torch.as_tensor(given).ndim != 0:
+        if torch.as_tensor(td_errors).ndim != 0:
             raise ValueError(
                 f"{self.owner}.update_priority: there are {error.shape[0]} TD errors for {count} indices; pass one TD "
                 "error per transition."

@@ -363,8 +363,8 @@ class DecoupledSampler(SamplerWrapper):
         critic_sampler: Any = self.critic_sampler
         if not isinstance(critic_sampler, PrioritizedSampler):
             return None
-        given: Any = {"storage": storage} if stamp is None else {"storage": storage, "stamp": stamp}
-        return critic_sampler.update_priority(index, priority, **given)
+        keywords: Any = {"storage": storage} if stamp is None else {"storage": storage, "stamp": stamp}
+        return critic_sampler.update_priority(index, priority, **keywords)
 
     def stats(self) -> TensorDict:
         """Statistics of the critic's sampler, and the mean scores of the last actor batch and of its candidates."""

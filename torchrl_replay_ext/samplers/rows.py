@@ -35,10 +35,10 @@ def layout_of(owner: str, storage: Storage, capacity: int | None) -> Layout | No
         ValueError: if the storage is on a device without kernels, holds several transitions per slot, has more slots
             than ``capacity``, or has no size and there is no ``capacity``.
     """
-    found = _torchrl.shape_and_device(storage)
-    if found is None:
+    known = _torchrl.shape_and_device(storage)
+    if known is None:
         return None
-    shape, device = found
+    shape, device = known
     if device.type in _WITHOUT_KERNELS:
         raise ValueError(
             f"{owner}: the storage is on {device}, which has no kernels for samplers. Keep the storage on the CPU, "
@@ -138,13 +138,13 @@ class RowView:
 
     def columns(self, keys: Sequence[NestedKey]) -> list[Array | None]:
         """One number per row of each entry, [n], as loops on the CPU take them; None for entries that are missing."""
-        found = _torchrl.entries_of(stored_tensordict(self.owner, self.storage), keys)
+        stored = _torchrl.entries_of(stored_tensordict(self.owner, self.storage), keys)
         # in NumPy it takes a third of the time
         in_numpy, columns = not isinstance(self.slots_as_index, Tensor), []
         known = self.known
         if known is not None and not known.keys() >= {*keys}:
             _, known = read_ahead(self.storage, self.slots, keys)
-        for key, column in zip(keys, found, strict=True):
+        for key, column in zip(keys, stored, strict=True):
             if column is None:
                 columns.append(None)
             elif column.numel() != self.num_slots:
@@ -203,8 +203,8 @@ def read_ahead(
         ``numbers`` on the CPU, and the entries as arrays [n]; None for those that are missing.
     """
     data, rows = _torchrl.stored_data(storage), []
-    found = _torchrl.entries_of(data, keys) if is_tensor_collection(data) else [None] * len(keys)
-    for column in found:
+    stored = _torchrl.entries_of(data, keys) if is_tensor_collection(data) else [None] * len(keys)
+    for column in stored:
         if column is not None:
             column = column.reshape(-1)
             if isinstance(slots, slice):

@@ -162,28 +162,28 @@ def priority_settings(priority: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(
             f"EventTableSampler(priority={priority!r}): priority must be a dict, dict(kind='proportional') for example."
         )
-    given = dict(priority)
-    if given.pop("kind", None) != "proportional":
+    entries = dict(priority)
+    if entries.pop("kind", None) != "proportional":
         raise ValueError(
             f"EventTableSampler(priority={dict(priority)}): kind must be 'proportional'; priorities by rank and of "
             "ReaPER work without event tables only."
         )
-    if unknown := set(given) - set(_PRIORITY):
+    if unknown := set(entries) - set(_PRIORITY):
         raise ValueError(
             f"EventTableSampler(priority={dict(priority)}): kind='proportional' has the entries "
             f"{', '.join(_PRIORITY)}, not {', '.join(sorted(map(str, unknown)))}."
         )
     defaults = signature(ProportionalSampler).parameters
-    return settings | {name: defaults[name].default for name in _PRIORITY} | given
+    return settings | {name: defaults[name].default for name in _PRIORITY} | entries
 
 
 def min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> Tensor:
     """The value of d for each table; -1 stands for the batch size."""
-    given: Any = {} if min_size is None else min_size
-    if not isinstance(given, Mapping):
-        given = dict.fromkeys(tables.names[1:], min_size)
-    if unknown := set(given) - set(tables.names):
+    least: Any = {} if min_size is None else min_size
+    if not isinstance(least, Mapping):
+        least = dict.fromkeys(tables.names[1:], min_size)
+    if unknown := set(least) - set(tables.names):
         raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
-    for name, value in given.items():
+    for name, value in least.items():
         require_integer("EventTableSampler", f"min_size[{name!r}]", value)
-    return torch.tensor([given.get(name, 1 if name == DEFAULT else -1) for name in tables.names], device="cpu")
+    return torch.tensor([least.get(name, 1 if name == DEFAULT else -1) for name in tables.names], device="cpu")

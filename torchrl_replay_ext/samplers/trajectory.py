@@ -343,9 +343,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             slot = sampler.flat_slots(index).reshape(-1)
             if slot.numel() != 1 or not bool(sampler.slots.generation_of(slot) > 0):
                 raise IndexError(f"{OWNER}.episode(index={index}): pass the index of one stored transition.")
-            found: Any = unravel(self._starts.episode(int(slot)), sampler.layout.shape)
-            rows = storage.get(found).clone()
-        return rows.set("index", torch.stack(found, -1) if isinstance(found, tuple) else found)
+            steps: Any = unravel(self._starts.episode(int(slot)), sampler.layout.shape)
+            rows = storage.get(steps).clone()
+        return rows.set("index", torch.stack(steps, -1) if isinstance(steps, tuple) else steps)
 
     # --- inspection and state
 
