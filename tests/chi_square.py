@@ -7,7 +7,7 @@ from scipy import stats
 def p_value(drawn: torch.Tensor, probability: torch.Tensor) -> float:
     """That of ``drawn`` (items, int64 [n]) under ``probability`` [items], of which those with 0 must not be drawn.
 
-    Items of small probabilities are counted together.
+    Items that are expected less than five times are counted together.
     """
     drawn, probability = drawn.cpu(), probability.double().cpu()
     counts = drawn.bincount(minlength=len(probability)).double()
@@ -15,11 +15,11 @@ def p_value(drawn: torch.Tensor, probability: torch.Tensor) -> float:
     assert not counts[~possible].any()
     classes = [[0.0, 0.0]]
     for item in probability.argsort(descending=True)[: int(possible.sum())]:
-        if classes[-1][1] >= 8:
+        if classes[-1][1] >= 5:
             classes.append([0.0, 0.0])
         classes[-1][0] += float(counts[item])
         classes[-1][1] += float(probability[item] / probability.sum() * len(drawn))
-    if classes[-1][1] < 8:
+    if classes[-1][1] < 5:
         rest = classes.pop()
         classes[-1] = [of_class + of_rest for of_class, of_rest in zip(classes[-1], rest, strict=True)]
     assert len(classes) > 1
