@@ -114,14 +114,8 @@ def sampler_state(rb):
     return TensorDict(rb.state_dict()["_sampler"])
 
 
-def without_numbers(state):
-    """A state without the numbers of writes, which a load into a used buffer raises."""
-    numbers = [key for key in list(state.keys()) if key in ("num_writes", "latest_write") or "updated_at" in key]
-    return state.exclude(*numbers).set("generation", state["generation"] > 0)
-
-
 @pytest.mark.parametrize("name", PARTS)
-def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
+def test_it_does_what_a_local_buffer_does(buffers, name):
     remote, local = buffers[name], local_buffer(name)
     remote.set_rng(torch.Generator().manual_seed(1))
     both = (remote, local)
@@ -140,16 +134,7 @@ def test_it_does_what_a_local_buffer_does(buffers, name, tmp_path):
         rb.update_priority(index[0][:4], torch.full((4,), 9.0))
     assert_same(*map(sampler_state, both))
     assert sampler_state(remote)["beta"][0] == 1.0
-
-    # the whole state is saved
     assert remote.write_count == 96 and len(remote) == CAPACITY
-    remote.dumps(tmp_path)
-    for load in (lambda rb: rb.load_state_dict(remote.state_dict()), lambda rb: rb.loads(tmp_path)):
-        restored = local_buffer(name)
-        restored.extend(transitions(0))
-        load(restored)
-        assert_same(*(without_numbers(sampler_state(rb)) for rb in (remote, restored)))
-    assert_same(*(rb.sample().exclude("write_stamp") for rb in both))
 
 
 def test_an_actors_batch_needs_a_policy_in_this_process(buffers):

@@ -70,8 +70,7 @@ def make_buffer():
     samplers = {
         "per": ProportionalSampler(CAPACITY),
         "reaper": ReaPERSampler(CAPACITY, episodes=Episodes(num_streams=2), omega=0.5),
-        "tables": EventTableSampler(tables, eta=eta, min_size=1),
-        "tables_per": EventTableSampler(tables, eta=eta, min_size=1, priority={"kind": "proportional"}),
+        "tables": EventTableSampler(tables, eta=eta, min_size=1, priority={"kind": "proportional"}),
     }
     writer = EventTableWriter(tables)
     return buffer_with(SideBySide(samplers), CAPACITY, compilable=True, writer=writer, batch_size=10)
@@ -146,10 +145,9 @@ class Learner:
         expected = [slots[-HISTORY:] for slots in self.episodes() if ended[slots[-1]]]
         expected = sorted(slot for slots in expected for slot in slots.tolist())
         assert sorted(self.buffer.writer.tables["end"].index().tolist()) == expected and expected
-        for name in ("tables", "tables_per"):
-            slots, info = self.samplers[name].sample(self.buffer.storage, 40)
-            assert set(slots[info["table"] == 1].tolist()) <= set(expected)
-            assert (info["table"] == 1).sum() == 20
+        slots, info = self.samplers["tables"].sample(self.buffer.storage, 40)
+        assert set(slots[info["table"] == 1].tolist()) <= set(expected)
+        assert (info["table"] == 1).sum() == 20
 
 
 def test_workers_write_to_the_buffer():

@@ -97,21 +97,11 @@ def substitute(original: type, make: Callable[..., Any]) -> type:
     return found
 
 
-OriginalLazyTensorStorage, OriginalTensorDictReplayBuffer, OriginalPrioritizedSampler = (
-    LazyTensorStorage,
-    TensorDictReplayBuffer,
-    PrioritizedSampler,
-)
-
-
-OurLazyTensorStorage = substitute(LazyTensorStorage, storage_of)
-OurTensorDictReplayBuffer = substitute(TensorDictReplayBuffer, buffer_of)
-OurPrioritizedSampler = substitute(PrioritizedSampler, sampler_of)
-SUBSTITUTES = {
-    LazyTensorStorage: OurLazyTensorStorage,
-    TensorDictReplayBuffer: OurTensorDictReplayBuffer,
-    PrioritizedSampler: OurPrioritizedSampler,
-}
+MAKERS = {LazyTensorStorage: storage_of, TensorDictReplayBuffer: buffer_of, PrioritizedSampler: sampler_of}
+SUBSTITUTES = {original: substitute(original, make) for original, make in MAKERS.items()}
+# pickles name the classes in this module
+globals().update({f"Original{original.__name__}": original for original in MAKERS})
+globals().update({f"Our{original.__name__}": other for original, other in SUBSTITUTES.items()})
 
 
 def pytest_configure() -> None:
