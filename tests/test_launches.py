@@ -60,7 +60,7 @@ def tables():
 # each of 10 columns is part of the first two.
 LAUNCHES = {
     "proportional": (lambda: {"sampler": ProportionalSampler()}, 0, 18, 13, 2),
-    "rank": (lambda: {"sampler": RankBasedSampler()}, 0, 18, 62, 2),
+    "rank": (lambda: {"sampler": RankBasedSampler()}, 0, 18, 52, 2),
     "reaper": (lambda: {"sampler": ReaPERSampler()}, 1, 22, 13, 3),
     "recency": (lambda: {"sampler": RecencySampler()}, 1, 22, 43, 0),
     "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 1, 24, 25, 1),

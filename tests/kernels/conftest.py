@@ -51,6 +51,5 @@ def run(request, monkeypatch):
             with np.errstate(over="ignore"):
                 return function(*arguments)
 
-    run.has_rounds_of_cpu = request.param != "device"
     run.is_cuda = request.param in ("interpreter", "device")
     return run

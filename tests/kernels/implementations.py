@@ -83,7 +83,7 @@ def plainly(function, *arguments):
     return function(*arguments)
 
 
-plainly.is_cuda, plainly.has_rounds_of_cpu = False, True
+plainly.is_cuda = False
 
 
 def some_slots(size, lanes, assigned, where="cpu"):

@@ -81,7 +81,8 @@ def test_all_implementations_draw_the_same_by_reliability(run, omega):
     expected = draw()
     torch.manual_seed(1)
     leaf, density = run(draw)
-    if omega <= 1 or run.has_rounds_of_cpu:
+    # on CUDA, the last resort uses other random numbers
+    if omega <= 1 or not run.is_cuda:
         torch.testing.assert_close((leaf, density), expected, rtol=1e-12, atol=0)
     assert (density > 0).all()
     torch.testing.assert_close(density, index.reliability(leaf) ** omega * tree.get(leaf), rtol=1e-12, atol=0)

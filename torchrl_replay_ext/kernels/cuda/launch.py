@@ -49,15 +49,22 @@ def in_one_block(kernel: Any, most: int, count: int, *arguments: Any, **options:
 
 
 @jit
-def _each(function: tl.constexpr, state, index, result, count, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    given = tl.load(index + rows, mask=rows < count, other=0)
-    tl.store(result + rows, function(state, given), mask=rows < count)
+def _each(function: tl.constexpr, state, index, results, count, num_rows: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
+    given = tl.minimum(rows, count - 1)
+    if index is not None:
+        given = tl.load(index + given)
+    found = function(state, given)
+    if len(results) == 1:
+        tl.store(results[0] + rows, found, mask=rows < count)
+    else:
+        for number in tl.static_range(len(results)):
+            tl.store(results[number] + rows, found[number], mask=rows < count)
 
 
-def for_each(function: Any, state: Any, index: Tensor, result: Tensor) -> None:
-    """Set ``result`` [n] to a function of a state and of each of ``index`` [n]."""
-    _each[(triton.cdiv(len(index), 64),)](function, state, index, result, len(index), num_rows=64)
+def for_each(function: Any, state: Any, index: Tensor | None, *results: Tensor, num_rows: int = 64) -> None:
+    """Set ``results`` [n] to a function of a state and of each of ``index`` [n], or of each row's number."""
+    in_blocks(_each, num_rows, len(results[0]), function, state, index, results)
 
 
 @jit
@@ -70,3 +77,12 @@ def within(number, size):
 def add(pointer, value, mask=None):
     """Add to one number or several ones, in any order."""
     tl.atomic_add(pointer, value, mask=mask, sem="relaxed")
+
+
+@jit
+def random_number(seed, number):
+    """The random numbers ``number`` of the sequence of a ``seed`` [1] (SplitMix64), in [0, 1) with 53 bits."""
+    x = tl.load(seed).to(tl.uint64) + number.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 2.0**-53

@@ -43,27 +43,28 @@ def rebuild(bucket, _place, members, _start, _room, counts, top):
     size, numbers = len(bucket), torch.arange(len(bucket), device=bucket.device)
     # of equal buckets the newest slot first
     ring = (top - numbers) % size
-    key = ((bucket.index_select(0, ring) & (2 * BUCKETS - 1)) - BUCKETS).to(torch.int16)
+    # the conversion wraps around: the last key is that of empty slots
+    key = (bucket.index_select(0, ring) - BUCKETS).to(torch.int16)
     order = ring.index_select(0, key.sort(stable=True).indices)
     members[:size] = order
     members[size : 2 * size].scatter_(0, order, numbers.to(torch.int32))
-    counts[:1] = (bucket >= 0).sum()
+    torch.sum(bucket >= 0, 0, keepdim=True, dtype=torch.int32, out=counts[:1])
 
 
 def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smallest):
     """See the loop of the same name."""
-    count = counts[:1].to(torch.int64).clamp(0, len(cumulative))
-    total = cumulative.index_select(0, (count - 1).clamp_min(0))
-    rank = torch.minimum(torch.searchsorted(cumulative, u * total, right=True), count - 1)
-    density.copy_((rank + 1).to(torch.float64) ** -alpha[:1] * (count > 0))
-    smallest.copy_(count.clamp_min(1).to(torch.float64) ** -alpha[:1])
+    last = (counts[:1] - 1).clamp(-1, len(cumulative) - 1)
+    end, exponent = last.clamp_min(0), -alpha[:1]
+    rank = torch.minimum(torch.searchsorted(cumulative, u * cumulative.index_select(0, end), right=True), last)
+    torch.pow(rank + 1, exponent, out=density).masked_fill_(last < 0, 0)
+    torch.pow(end + 1, exponent, out=smallest)
     find(members, start, counts, size, rank, slot)
 
 
 def find(members, _start, counts, size, rank, slot):
     """See the loop of the same name."""
-    found = members.index_select(0, rank.clamp(0, size - 1)).clamp(0, size - 1)
-    slot.copy_(torch.where((rank >= 0) & (rank < counts[:1]), found, 0))
+    found = members.index_select(0, rank.clamp(0, size - 1)).clamp_(0, size - 1)
+    slot.copy_(found).masked_fill_((rank < 0) | (rank >= counts[:1]), 0)
 
 
 def rank_of(bucket, _place, members, _counts, slots, rank):

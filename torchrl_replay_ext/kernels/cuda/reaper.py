@@ -8,12 +8,12 @@ import torch
 import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.episodes import episodes_of, position_of
-from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, some, within
+from torchrl_replay_ext.kernels.cuda.launch import for_each, in_blocks, jit, random_number, some, within
 from torchrl_replay_ext.kernels.cuda.tree import find_leaf, place_of, power, sum_before, tree_of
 from torchrl_replay_ext.kernels.reaper import LAST
 
 _LAST = tl.constexpr(LAST)
-# Rows that reject so many proposals are drawn by two passes over all Ψ. A pass takes longer than on the CPU, because a
+# Rows that reject so many proposals are drawn by a pass over all Ψ. It takes longer than on the CPU, because a
 # single thread block makes it.
 ROUNDS = tl.constexpr(1024)
 # Rows of a thread block of draws, and proposals of a row that are tested together; the first accepted one counts.
@@ -41,35 +41,26 @@ def _reliability(episodes, slot):
 
 
 @jit
-def uniform(seed, number):
-    """The random number ``number`` of a sequence (SplitMix64), in [0, 1) with 53 bits."""
-    x = seed + number.to(tl.uint64) * 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 2.0**-53
-
-
-@jit
 def _draw(
     seed, omega, masses, leaf, density, episodes, count, num_rows: tl.constexpr, num_tries: tl.constexpr,
     num_leaves: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
     tries = tl.arange(0, num_tries)
-    key, exponent, width = tl.load(seed).to(tl.uint64), tl.load(omega), tl.load(masses.nodes)
+    exponent, width = tl.load(omega), tl.load(masses.nodes)
     pending = (rows < count) & (width > 0)
     found, psi = tl.zeros([num_rows], tl.int64), tl.zeros([num_rows], tl.float64)
     attempt = 0
     while (tl.max(pending.to(tl.int32), axis=0) > 0) & (attempt < ROUNDS):
         number = (rows[:, None] << 32) + 2 * (attempt + tries[None, :])
         # the product may be rounded up to the total
-        rest = (uniform(key, number) * width.to(tl.float64)).to(tl.int64)
+        rest = (random_number(seed, number) * width.to(tl.float64)).to(tl.int64)
         rest = tl.maximum(tl.minimum(rest, width - 1), 0)
         proposed, mass = find_leaf(masses, tl.reshape(rest, [num_rows * num_tries]))
         factor = power(_reliability(episodes, proposed), exponent)
         weight = tl.reshape(factor * mass.to(tl.float64), [num_rows, num_tries])
         factor, proposed = tl.reshape(factor, [num_rows, num_tries]), tl.reshape(proposed, [num_rows, num_tries])
-        accepted = (uniform(key, number + 1) < factor) & pending[:, None]
+        accepted = (random_number(seed, number + 1) < factor) & pending[:, None]
         # the first accepted proposal, or the last one
         which = tl.min(tl.where(accepted, tries[None, :], num_tries - 1), axis=1)
         is_it = pending[:, None] & (tries[None, :] == which[:, None])
@@ -78,25 +69,22 @@ def _draw(
         pending = pending & (psi == 0)
         attempt += num_tries
     if tl.max(pending.to(tl.int32), axis=0) > 0:
-        # two passes over all Ψ: their sum, and the leaf at a fraction of it
-        target = tl.full([num_rows], -1.0, tl.float64)
-        for _ in range(2):
-            running = tl.cast(0.0, tl.float64)
-            for block in range(0, masses.capacity, num_leaves):
-                node = block + tl.arange(0, num_leaves).to(tl.int64)
-                is_leaf = node < masses.capacity
-                node = tl.where(is_leaf, node, 0)
-                mass = tl.load(masses.leaves + place_of(masses, node), mask=is_leaf, other=0)
-                step = mass.to(tl.float64) * power(_reliability(episodes, node), exponent)
-                # the last leaf before which the running sum does not exceed the target
-                before = running + (tl.cumsum(step, axis=0) - step)
-                possible = (step > 0)[None, :] & (before[None, :] <= target[:, None]) & pending[:, None]
-                last = tl.max(tl.where(possible, node[None, :], -1), axis=1)
-                is_it = possible & (node[None, :] == last[:, None])
-                found = tl.where(last >= 0, last, found)
-                psi = tl.where(last >= 0, tl.sum(tl.where(is_it, step[None, :], 0.0), axis=1), psi)
-                running += tl.sum(step, axis=0)
-            target = uniform(key, (rows << 32) + _LAST) * running
+        # of exponential numbers with the rates Ψ, the smallest one
+        best = tl.full([num_rows], float("inf"), tl.float64)
+        for block in range(0, masses.capacity, num_leaves):
+            node = block + tl.arange(0, num_leaves).to(tl.int64)
+            is_leaf = node < masses.capacity
+            node = tl.where(is_leaf, node, 0)
+            mass = tl.load(masses.leaves + place_of(masses, node), mask=is_leaf, other=0)
+            rate = mass.to(tl.float64) * power(_reliability(episodes, node), exponent)
+            number = (rows[:, None] << 32) + _LAST + node[None, :]
+            time = -tl.log(1 - random_number(seed, number)) / tl.where(rate > 0, rate, 1.0)[None, :]
+            time = tl.where((rate > 0)[None, :] & pending[:, None], time, float("inf"))
+            first = tl.min(time, axis=1)
+            is_it = (time == first[:, None]) & (first < best)[:, None]
+            found = tl.where(first < best, tl.max(tl.where(is_it, node[None, :], 0), axis=1), found)
+            psi = tl.where(first < best, tl.max(tl.where(is_it, rate[None, :], 0.0), axis=1), psi)
+            best = tl.minimum(best, first)
     tl.store(leaf + rows, found, mask=rows < count)
     tl.store(density + rows, psi, mask=rows < count)
 

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_blocks, in_one_block, jit, some, within
+from torchrl_replay_ext.kernels.cuda.launch import add, for_each, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN, NOTHING, PAGE_BITS, UNIT, lowest_width
 
 _BITS, _CHILDREN, _NOTHING = tl.constexpr(BITS), tl.constexpr(CHILDREN), tl.constexpr(NOTHING)
@@ -105,16 +105,13 @@ def find_leaf(tree, rest):
 
 
 @jit
-def _descend(tree, target, leaf, mass, count, is_fraction: tl.constexpr, num_rows: tl.constexpr):
-    rows = tl.program_id(0) * num_rows + tl.arange(0, num_rows)
-    rest = tl.load(target + rows, mask=rows < count, other=0)
-    if is_fraction:
+def _find(tree, target):
+    """:func:`find_leaf`; ``target`` may be fractions of the total."""
+    if target.dtype == tl.float64:
         total = tl.load(tree.nodes)
         # the product may be rounded up to the total
-        rest = tl.minimum((rest * total.to(tl.float64)).to(tl.int64), total - 1)
-    node, found = find_leaf(tree, rest)
-    tl.store(leaf + rows, node, mask=rows < count)
-    tl.store(mass + rows, found, mask=rows < count)
+        target = tl.minimum((target * total.to(tl.float64)).to(tl.int64), total - 1)
+    return find_leaf(tree, target)
 
 
 @jit
@@ -233,8 +230,7 @@ def get(leaves, pages, capacity, index, mass):
 
 def draw(leaves, nodes, pages, capacity, target, leaf, mass):
     """See the loop of the same name, and ``find``: a target in [0, 1) is a fraction of the total."""
-    tree = tree_of(leaves, nodes, some(pages), capacity)
-    in_blocks(_descend, _ROWS, len(target), tree, target, leaf, mass, is_fraction=target.is_floating_point())
+    for_each(_find, tree_of(leaves, nodes, some(pages), capacity), target, leaf, mass, num_rows=_ROWS)
 
 
 find = draw
