@@ -23,7 +23,7 @@ from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
 # not run yet; atari10 takes years of a CPU
-NOT_RUN = ("atari10", "deepsea_20", "reaper_50_lunarlander")
+NOT_RUN = ("atari10", "reaper_50_lunarlander")
 OF_EARLIER_CODE = ("dper_candidates", "dper_sac")  # their samplers are gone
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
@@ -281,6 +281,7 @@ OTHER_BASELINES = {
     "sset_tworooms": ["gap shaping", "gap and goal"],
     "deepsea": ["per", "recency"],
     "deepsea12": ["per"],
+    "deepsea_20": ["per"],
     "minatar": ["per"],
     "reaper_td3_lunarlander": ["per"],
     "reaper_sac_lunarlander": ["per"],
