@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torchrl.checkpoint import Checkpoint
-from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer
 from torchrl.data.replay_buffers import RandomSampler
 
 from tests.data import SAMPLERS, buffer_with, random_rows
@@ -94,9 +93,7 @@ def test_the_state_of_an_empty_buffer_can_be_loaded(name, compilable, num_rows):
 
 @both_buffers
 def test_a_checkpoint_of_torchrls_sampler_gives_its_rows(compilable, tmp_path):
-    saved = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(64))
-    saved.extend(random_rows(10))
-    saved.dumps(tmp_path)
+    filled("uniform", 64, 10, False).dumps(tmp_path)
     rb = filled("proportional", 64, 0, compilable)
     with pytest.raises(FileNotFoundError, match=r"no state of a sampler of this package.*its storage and writer"):
         rb.loads(tmp_path)
