@@ -64,7 +64,7 @@ LAUNCHES = {
     "reaper": (lambda: {"sampler": ReaPERSampler()}, 1, 22, 13, 3),
     "recency": (lambda: {"sampler": RecencySampler()}, 1, 22, 43, 0),
     "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 1, 24, 25, 1),
-    "event tables": (tables, 1, 50, 93, 32),
+    "event tables": (tables, 1, 21, 40, 3),
 }
 
 
