@@ -1,8 +1,8 @@
 """The only file that reads private attributes of TorchRL's and tensordict's objects.
 
 Two kinds of private names cannot be moved here, because they are used through ``self``: hooks of a TorchRL base class
-that a subclass overrides, and attributes that a subclass inherits. ruff's rule SLF001 finds
-private reads in other files.
+that a subclass overrides, and attributes that a subclass inherits. ruff's rule SLF001 refuses other
+private reads outside of this file.
 """
 
 from __future__ import annotations
