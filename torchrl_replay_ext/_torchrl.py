@@ -307,13 +307,18 @@ def exclusive(storage: Any) -> ExitStack:
     return locks
 
 
-def take_rows(data: TensorDictBase, index: Tensor) -> Any:
-    """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension."""
+def take_rows(data: TensorDictBase, index: Tensor, /, **known: Tensor) -> Any:
+    """The rows ``index`` [n], within bounds, of a TensorDict with one batch dimension.
+
+    In eager code, stored entries that are ``known``, [n] each, are not read.
+    """
     if torch.compiler.is_dynamo_compiling() or not isinstance(data, TensorDict) or data._has_names():
         return data._fast_apply(lambda column: gather_in_bounds(column, index), batch_size=index.shape)
     parts = {}
     for key, part in data._tensordict.items():
-        if isinstance(part, Tensor):
+        if key in known:
+            parts[key] = known[key]
+        elif isinstance(part, Tensor):
             parts[key] = part.index_select(0, index)
         else:
             parts[key] = take_rows(part, index) if type(part) is TensorDict else part[index]

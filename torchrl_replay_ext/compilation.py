@@ -167,13 +167,14 @@ def stratified_uniform(num: int, *, device: torch.device, generator: torch.Gener
 
     For the arguments see :func:`uniform`.
     """
-    u = uniform(num, device=device, generator=generator)
     if generator is not None and is_traced():
         generator = None
     if device.type == "cpu" and (generator is None or generator.device == device):
+        u = uniform(num, device=device, generator=generator)
         order = torch.randperm(num, device=device, generator=generator)
     else:
-        order = uniform(num, device=device, generator=generator).argsort()
+        u, keys = uniform(2, num, device=device, generator=generator)
+        order = keys.argsort()
     # rounding may give 1 for the last interval
     return order.add(u).div_(num).clamp_(max=1 - 2**-_FLOAT64_BITS)
 

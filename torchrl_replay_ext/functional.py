@@ -70,15 +70,15 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
         lambda: ValueError(f"allocate(eta={eta.tolist()}): eta must be >= 0 and finite, and one of them > 0."),
         skip_on=eta,
     )
-    ends = table_ends(eta, batch_size, method, u)
+    eta = eta.to(torch.float64)
+    ends = table_ends(eta / eta.sum(), batch_size, method, u)
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])
 
 
 def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = None) -> Tensor:
-    """Cumulative counts of :func:`allocate`, int64 [K]; arguments are not checked."""
-    eta = eta.to(torch.float64)
+    """Cumulative counts of :func:`allocate`, int64 [K], for float64 proportions with sum 1, which are not checked."""
     if method == "largest_remainder":
-        share = batch_size * eta / eta.sum()
+        share = batch_size * eta
         counts = share.floor()
         # rank 0 is the largest fraction; of equal fractions the lower index comes first
         rank = (counts - share).argsort(stable=True).argsort()
@@ -86,7 +86,8 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
     if u is None:
         size = 1 if method == "systematic" else batch_size
         u = torch.rand(size, dtype=torch.float64, device=eta.device)
-    cumulated = eta.cumsum(0)
+    # integers: the order in which a GPU adds them makes no difference
+    cumulated = (eta * 2.0**52).to(torch.int64).cumsum(0)
     cumulated = cumulated / cumulated[-1]
     if method == "systematic":
         return (batch_size * cumulated - u.reshape(-1)[0]).ceil_().clamp_(0, batch_size).to(torch.int64)

@@ -189,6 +189,7 @@ class CompilableTensorStorage(LazyTensorStorage):
     def take(self, index: Tensor, keys: Sequence[NestedKey] | None = None) -> TensorDictBase:
         """Like :meth:`get`, for an index [n] within bounds, in a one-dimensional storage of TensorDicts.
 
+        Writers store the slot of each row as its entry ``"index"``; ``index`` itself stands for it.
         A :class:`~torchrl_replay_ext.CompilableReplayBuffer` without transforms reads its batches by it.
 
         Args:
@@ -196,7 +197,7 @@ class CompilableTensorStorage(LazyTensorStorage):
             keys: the entries to read. Default: None, all.
         """
         if keys is None:
-            return take_rows(stored_data(self), index)
+            return take_rows(stored_data(self), index, index=index)
         return take_rows(stored_data(self).select(*keys), index.to(self.counters_device))
 
     def state_dict(self) -> dict[str, Any]:

@@ -114,8 +114,7 @@ def draw(
     for_each(random_number, seed, None, u)
     order, first = u[count : 2 * count], u[3 * count :]
     ends_of_rows = table_ends(eta, count, METHODS[allocation], first[: count if allocation == _MULTINOMIAL else 1])
-    number = torch.searchsorted(ends_of_rows, torch.arange(count, device=table.device), right=True)
-    torch.index_select(number, 0, order.argsort(), out=table)
+    torch.searchsorted(ends_of_rows, order.argsort(), right=True, out=table)
     tables = _tables_of(position_of, len(counts)), eta / total.clamp_min(1), leaves, len(leaves)
     tree = trees.tree_of(leaves, nodes, some(pages), len(slot_at))
     state = (tables, seed, table, ends, slot_at), None if is_mixed else counts, tree

@@ -1,9 +1,9 @@
 """The kernels of ranks for CUDA; see :mod:`torchrl_replay_ext.kernels.rank`.
 
 The order of all slots is sorted anew by ``rebuild``, which takes less time than to keep it up to date. Keys of 16 bits
-take a radix sort two passes. ``members`` then begins with the slots in the order of their ranks, followed by the rank
-of each slot; the first entry of ``counts`` is the number of transitions, and ``top`` the newest slot. The other arrays
-are not used. Within a bucket, ranks ascend with the age of the slots in the ring.
+take a radix sort two passes. ``members`` then begins with the slots in the order of their ranks; the first entry of
+``counts`` is the number of transitions, and ``top`` the newest slot. The other arrays are not used. Within a bucket,
+ranks ascend with the age of the slots in the ring.
 """
 
 from __future__ import annotations
@@ -40,39 +40,40 @@ def move(bucket, _place, _members, _start, _room, _counts, top, slots, d):
 
 def rebuild(bucket, _place, members, _start, _room, counts, top):
     """Sort. The empty slots come last."""
-    size, numbers = len(bucket), torch.arange(len(bucket), device=bucket.device)
+    size = len(bucket)
+    ring, key = members.new_empty(size), members.new_empty(size, dtype=torch.int16)
     # of equal buckets the newest slot first
-    ring = (top - numbers) % size
+    torch.remainder(top - torch.arange(size, device=top.device), size, out=ring)
     # the conversion wraps around: the last key is that of empty slots
-    key = (bucket.index_select(0, ring) - BUCKETS).to(torch.int16)
-    order = ring.index_select(0, key.sort(stable=True).indices)
-    members[:size] = order
-    members[size : 2 * size].scatter_(0, order, numbers.to(torch.int32))
+    torch.sub(bucket.index_select(0, ring), BUCKETS, out=key)
+    torch.index_select(ring, 0, key.sort(stable=True).indices, out=members[:size])
     torch.sum(bucket >= 0, 0, keepdim=True, dtype=torch.int32, out=counts[:1])
 
 
-def draw(members, start, counts, size, cumulative, alpha, u, slot, density, smallest):
+def draw(members, _start, counts, size, cumulative, alpha, u, slot, density, smallest):
     """See the loop of the same name."""
-    last = (counts[:1] - 1).clamp(-1, len(cumulative) - 1)
-    end, exponent = last.clamp_min(0), -alpha[:1]
-    rank = torch.minimum(torch.searchsorted(cumulative, u * cumulative.index_select(0, end), right=True), last)
-    torch.pow(rank + 1, exponent, out=density).masked_fill_(last < 0, 0)
-    torch.pow(end + 1, exponent, out=smallest)
-    find(members, start, counts, size, rank, slot)
+    last, exponent = counts[:1].clamp(1, len(cumulative)), -alpha[:1]
+    torch.pow(last, exponent, out=smallest)
+    last = last - 1
+    rank = torch.searchsorted(cumulative, u * cumulative.index_select(0, last), right=True).minimum(last)
+    is_empty = counts[:1] <= 0
+    torch.pow(rank + 1, exponent, out=density).masked_fill_(is_empty, 0)
+    torch.remainder(members.index_select(0, rank), size, out=slot).masked_fill_(is_empty, 0)
 
 
 def find(members, _start, counts, size, rank, slot):
     """See the loop of the same name."""
-    found = members.index_select(0, rank.clamp(0, size - 1)).clamp_(0, size - 1)
-    slot.copy_(found).masked_fill_((rank < 0) | (rank >= counts[:1]), 0)
+    found = members.index_select(0, rank.clamp(0, size - 1))
+    torch.remainder(found, size, out=slot).masked_fill_((rank < 0) | (rank >= counts[:1]), 0)
 
 
 def rank_of(bucket, _place, members, _counts, slots, rank):
     """See the loop of the same name."""
-    size = len(bucket)
-    inside = slots.clamp(0, size - 1)
+    size, inside = len(bucket), slots.clamp(0, len(bucket) - 1)
     is_stored = (inside == slots) & (bucket.index_select(0, inside) >= 0)
-    rank.copy_(torch.where(is_stored, members.index_select(0, size + inside), -1))
+    order, numbers = members[:size].long().clamp_(0, size - 1), torch.arange(size, device=slots.device)
+    ranks = torch.empty_like(numbers).scatter_(0, order, numbers)
+    rank.copy_(torch.where(is_stored, ranks.index_select(0, inside), -1))
 
 
 def tabulate(cumulative, exponent, alpha, step):
@@ -80,4 +81,8 @@ def tabulate(cumulative, exponent, alpha, step):
     applies = (alpha[:1] - exponent).abs() >= step
     exponent.copy_(torch.where(applies, alpha[:1], exponent))
     ranks = torch.arange(1, len(cumulative) + 1, dtype=torch.float64, device=cumulative.device)
-    cumulative.copy_(torch.where(applies, (ranks**-exponent).cumsum(0), cumulative))
+    terms = ranks**-exponent
+    # integers: the order in which a GPU adds them makes no difference
+    scale = 2.0**60 / terms.sum()
+    sums = (terms * scale).to(torch.int64).cumsum(0) / scale
+    cumulative.copy_(torch.where(applies, sums, cumulative))
