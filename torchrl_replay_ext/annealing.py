@@ -22,7 +22,8 @@ class Anneal:
     """A linear schedule from ``start`` to ``end`` over ``num_updates`` priority updates, then constant.
 
     Pass it to a sampler as ``alpha``, ``beta`` or ``omega``. The sampler itself advances the schedule, so it also works
-    in a remote buffer or in a trainer that is built from a configuration, where a scheduler has no access.
+    in a remote buffer or in a trainer that is built from a configuration, where a scheduler has no access. The share
+    ``eta`` of an event table counts drawn batches instead, and so does the ``beta`` of event tables without priorities.
 
     Args:
         start: value before the first update, in the range of the hyperparameter.

@@ -127,8 +127,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
       cannot be traced.
     * A graph takes no locks. Do not let other threads write, sample or update while it runs. ``prefetch`` has no effect
       in a graph.
-    * A graph cannot raise errors. TD errors that are negative, not finite or too large change nothing and are counted
-      in ``sampler.stats()`` as ``rejected_updates``. Draws from an empty buffer return slot 0 with weight 0.
+    * A graph raises no errors, except those of FrameStackStorage. TD errors that are negative, not finite or too large
+      change nothing and are counted in ``sampler.stats()`` as ``rejected_updates``. Draws from an empty buffer return
+      slot 0 with weight 0.
     * Samples of this package's prioritized samplers carry ``"write_stamp"``, int64 [B]: the number of the write of each
       row. ``update_tensordict_priority`` uses the stamps to drop rows whose slot was overwritten after the draw.
     * ``mark_update`` in a graph needs distinct rows.

@@ -146,7 +146,18 @@ def test_private_names_of_the_base_class_are_refused(reward_sampler):
             self._saved_names = []
             reward_sampler.__init__(self)
 
-    for make, name in ((Counts, "_storage_writes"), (Allocates, "_saved_names")):
+    class Generates(Counts):
+        def __init__(self):
+            self._rng = None
+            reward_sampler.__init__(self)
+
+    class Plants(reward_sampler):
+        def allocate(self, layout):
+            super().allocate(layout)
+            self._trees = torch.zeros(layout.size)
+
+    makers = (Counts, "_storage_writes"), (Allocates, "_saved_names"), (Generates, "_rng"), (Plants, "_trees")
+    for make, name in makers:
         with pytest.raises(TypeError, match=rf"{make.__name__}.{name}: the base class uses this name"):
             make()
     with pytest.raises(TypeError, match=r"Appends._append_rows: the base class uses this name"):

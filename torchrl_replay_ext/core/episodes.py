@@ -70,41 +70,49 @@ class EpisodeIndex(WriteObserver):
         self._free_pages = _free_ids(num_pages or 0)
         positions = num_lanes * self._span
         # the tree of the masses; unwritten slots point to the last block, which never has a page
-        self._tree = SumTree(positions + (_PAGE if assigned else 0), num_pages=num_pages, device=device)
+        self._prefix_tree = SumTree(positions + (_PAGE if assigned else 0), num_pages=num_pages, device=device)
 
         def full(count: int, value: int, dtype: torch.dtype = torch.int64, where: Any = "cpu") -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=where)
 
         narrow = torch.int32 if positions < 2**31 else torch.int64
         # the position of each slot; empty if it follows from the slot
-        self._position = full(size if assigned else 0, positions, narrow)
+        self._position_of = full(size if assigned else 0, positions, narrow)
         # One record per episode. The extra record at the end is that of empty slots; its total stays 0.
         records = size + num_lanes
         self._none = records
         # the record of each slot
         self._episode = full(size, records, narrow)
         # of each record: the sum of its masses, the position of its first transition, and the number of transitions
-        self._episode_sums = MaxTree(records + 1, device=device)
-        self._start = full(records + 1, 0, narrow)
+        self._totals = MaxTree(records + 1, device=device)
+        self._start_of = full(records + 1, 0, narrow)
         self._count = full(records + 1, 0, narrow)
         # the number of writes when the episode was last updated or ended; transitions written later are new
         self._updated_at = full(records + 1, 0, where=device)
-        self._finished = full(records + 1, 0, torch.bool, device)
-        self._records = _free_ids(records)
+        self._is_finished = full(records + 1, 0, torch.bool, device)
+        self._free_records = _free_ids(records)
         # per lane: its unfinished episode (the extra record if there is none), sum, and offset of its next transition
         self._lane_episode = full(num_lanes, records)
         self._lane_total = full(num_lanes, 0, where=device)
         self._lane_next = full(num_lanes, 0)
         # what was decided on the CPU, and what draws and updates read on their device: on the CPU the same tensors
-        self._pages = self._tree.pages.cpu()
-        self._decided = self._position, self._episode, self._start, self._pages
-        self._read = *(to_device(each, device) for each in self._decided[:3]), self._tree.pages
+        self._pages = self._prefix_tree.pages.cpu()
+        self._decided = self._position_of, self._episode, self._start_of, self._pages
+        self._read = *(to_device(each, device) for each in self._decided[:3]), self._prefix_tree.pages
         # the arguments ``memory`` and ``arrays`` of kernels.episodes
-        memory = self._lane_episode, self._lane_next, self._count, self._records, self._free_pages
+        memory = self._lane_episode, self._lane_next, self._count, self._free_records, self._free_pages
         # the first one stands for no changes
         self._memory = Views(torch.empty(5, 0, dtype=torch.int64, device="cpu"), *memory)
-        tree, sums = self._tree, self._episode_sums
-        on_device = tree.leaves, tree.nodes, self._lane_total, self._finished, self._updated_at, sums.leaves, sums.nodes
+        tree, sums = self._prefix_tree, self._totals
+        on_device = (
+            tree.leaves,
+            tree.nodes,
+            self._lane_total,
+            self._is_finished,
+            self._updated_at,
+            sums.leaves,
+            sums.nodes,
+        )
         self._sums = self._arguments(self._read, on_device)
         nothing = [torch.empty(0, dtype=each.dtype, device="cpu") for each in on_device]
         self._sums_on_host = self._arguments(self._decided, nothing)
@@ -116,11 +124,13 @@ class EpisodeIndex(WriteObserver):
         position, episode, start, pages = decided
         leaves, nodes, lane_total, finished, updated_at, *totals = on_device
         lanes = position, self.lanes.num_lanes, self._span, lane_total
-        return Views(leaves, nodes, pages, self._tree.capacity, *lanes, episode, start, finished, updated_at, *totals)
+        return Views(
+            leaves, nodes, pages, self._prefix_tree.capacity, *lanes, episode, start, finished, updated_at, *totals
+        )
 
     def largest_total(self) -> int:
         """The largest sum of the masses of an episode."""
-        return int(self._episode_sums.max())
+        return int(self._totals.max())
 
     def write(self, slots: Tensor, rows: RowView) -> None:
         """Take in the rows of a write, or the new priorities of rows that were changed in place."""
@@ -180,11 +190,11 @@ class EpisodeIndex(WriteObserver):
         """
         if not self._is_copied:
             rows = finished, d, self._slots.num_writes
-            self.lanes.write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
+            self.lanes.run_write(episodes_write, slots, marks, *rows, *self._memory(), *self._sums())
             return
         changes = torch.empty(5, 2 * len(slots), dtype=torch.int64, device="cpu")
         rows = finished, *self._unused, changes
-        self.lanes.write(episodes_write, slots, marks, *rows, *self._memory()[1:], *self._sums_on_host())
+        self.lanes.run_write(episodes_write, slots, marks, *rows, *self._memory()[1:], *self._sums_on_host())
         self._send_changes(changes, len(slots), d)
 
     def update(self, slots: Tensor, d: Tensor, *, stays_new: bool = False) -> None:
@@ -219,7 +229,7 @@ class EpisodeIndex(WriteObserver):
     @property
     def max_supported_priority(self) -> float:
         """The largest mass a transition may have, as a priority."""
-        return self._tree.max_supported_priority
+        return self._prefix_tree.max_supported_priority
 
     def stats(self) -> dict[str, Tensor]:
         """``reliability_mean`` of the stored transitions, 1 if there are none; and ``interrupted`` episodes."""
@@ -230,21 +240,21 @@ class EpisodeIndex(WriteObserver):
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; :meth:`rebuild` recomputes derived state."""
         state = {
-            "masses": self._tree.leaves,
+            "masses": self._prefix_tree.leaves,
             "episode": self._episode,
-            "totals": self._episode_sums.leaves,
-            "start": self._start,
+            "totals": self._totals.leaves,
+            "start": self._start_of,
             "count": self._count,
             "updated_at": self._updated_at,
-            "finished": self._finished,
-            "records": self._records,
+            "finished": self._is_finished,
+            "records": self._free_records,
             "lane_episode": self._lane_episode,
             "lane_total": self._lane_total,
             "lane_next": self._lane_next,
             **self.lanes.tensors(),
         }
         if self.lanes.assigned:
-            state |= {"position": self._position, "page_table": self._pages, "pages": self._free_pages}
+            state |= {"position": self._position_of, "page_table": self._pages, "pages": self._free_pages}
         return {f"episodes_{name}": tensor for name, tensor in state.items()}
 
     def raise_numbers(self, last: int) -> None:
@@ -254,10 +264,10 @@ class EpisodeIndex(WriteObserver):
     def rebuild(self) -> None:
         """Recompute the trees after their leaves were overwritten, and end episodes that do not continue."""
         self._send()
-        self._tree.rebuild_()
-        self._episode_sums.rebuild_()
+        self._prefix_tree.rebuild_()
+        self._totals.rebuild_()
         # a resumed run begins new episodes
-        self._remove(self._records.new_empty(0, dtype=torch.int64), stops=True)
+        self._remove(self._free_records.new_empty(0, dtype=torch.int64), stops=True)
 
     def clear(self) -> None:
         """Remove all content, and forget all trajectories."""
@@ -265,15 +275,15 @@ class EpisodeIndex(WriteObserver):
         self.lanes.clear_()
 
     def _clear_content(self) -> None:
-        self._tree.clear_()
+        self._prefix_tree.clear_()
         self._pages.fill_(len(self._free_pages) - 1)
-        self._position.fill_(self.lanes.num_lanes * self._span)
-        zeros = [self._episode_sums.leaves, self._start, self._count, self._updated_at, self._finished]
+        self._position_of.fill_(self.lanes.num_lanes * self._span)
+        zeros = [self._totals.leaves, self._start_of, self._count, self._updated_at, self._is_finished]
         for field in (*zeros, self._lane_total, self._lane_next):
             field.zero_()
         for field in (self._episode, self._lane_episode):
             field.fill_(self._none)
-        for free in (self._records, self._free_pages):
+        for free in (self._free_records, self._free_pages):
             free.copy_(torch.arange(len(free), device="cpu"))
-        self._episode_sums.rebuild_()
+        self._totals.rebuild_()
         self._send()

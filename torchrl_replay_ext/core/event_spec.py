@@ -107,8 +107,8 @@ class Quantile(StatefulCondition):
     The event occurs if ``data[key]`` is larger than the q-quantile of the last ``window`` numbers that the buffer got
     before, of all streams in the order of writing (in a sharded buffer, each shard by itself). The quantile of m
     numbers is the smallest of them that at least q · m of them do not exceed. So at most about a share of 1 - q of the
-    transitions are events, and none if a share of 1 - q or more have the largest number: for a reward of 1 at the goal
-    and 0 elsewhere, choose q below 1 minus the share of transitions that reach the goal. Numbers that are NaN or
+    transitions are events, and none if more than a share of 1 - q have the largest number: for a reward of 1 at the
+    goal and 0 elsewhere, choose q below 1 minus the share of transitions that reach the goal. Numbers that are NaN or
     infinite are no events and are not remembered.
 
     Args:

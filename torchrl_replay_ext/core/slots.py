@@ -27,8 +27,8 @@ class RingWrite(NamedTuple):
             :func:`~torchrl_replay_ext.core.layout.as_index`.
         first, last: the steps of the first and of the last row.
         smallest, largest: the smallest and the largest slot.
-        expected: the step after the last one that was seen; -1 before the first write.
-        cursor: the step that the buffer's writer fills next; -1 without a round-robin writer.
+        own_next: the step after the last one that the sampler has seen; -1 before the first write.
+        writer_next: the step that the buffer's writer fills next; -1 without a round-robin writer.
         columns: entries of its rows that were read ahead, as arrays [n]. Default: None.
     """
 
@@ -38,8 +38,8 @@ class RingWrite(NamedTuple):
     last: int
     smallest: int
     largest: int
-    expected: int
-    cursor: int
+    own_next: int
+    writer_next: int
     columns: dict[Any, Array] | None = None
 
 
@@ -59,7 +59,7 @@ class Slots:
         layout: the slots.
         eps: constant added to \|δ\|. Default: 0.
         min_priority: the smallest d of an updated transition. Default: 0.
-        td_error: ``"squared"`` if updates contain δ², ``"absolute"`` (default) if they contain \|δ\|.
+        td_error: ``"squared"`` (default) if updates contain δ², ``"absolute"`` if they contain \|δ\|.
         within_buffer: see above. Default: False.
     """
 
@@ -69,7 +69,7 @@ class Slots:
         *,
         eps: float = 0.0,
         min_priority: float = 0.0,
-        td_error: TDError = "absolute",
+        td_error: TDError = "squared",
         within_buffer: bool = False,
     ):
         self.layout, self.eps, self.min_priority = layout, eps, min_priority
@@ -112,7 +112,7 @@ class Slots:
 
     def set_masses(self, masses: PowerMasses) -> None:
         """Let writes and updates also set the masses d^α of a sum tree."""
-        # the first arguments of rows.record, and of rows.update with an array that stands for missing stamps
+        # the first arguments of rows.record, and of rows.update
         self._write_views = Views(
             *(self.generation, self.num_writes, self.drawn_at, self.priority, self.largest), *masses
         )
@@ -120,7 +120,6 @@ class Slots:
             *(self.generation, self.drawn_at, self.draws, self.priority, self._largest_updated),
             *(self.counts, self.limit, self.eps, self.min_priority, self.td_error == "squared"),
             *masses,
-            self.counts[:0].clone(),
         )
 
     @property
@@ -200,11 +199,10 @@ class Slots:
             nothing is refused); these slots, int64 [n], and their priorities, float32 [n], with -1 and 0 in other rows.
             Where the count is known, they come first.
         """
-        *state, nothing = self._update_views()
-        count = slots.shape[0]
-        stamp = nothing if stamp is None else stamp.reshape(-1).contiguous()
-        kept, d = empty(nothing, count, torch.int64), empty(nothing, count, torch.float32)
-        result = empty(nothing, 2, torch.int64)
+        state, count, no_stamps = self._update_views(), slots.shape[0], self._draw_views()[-1]
+        stamp = no_stamps if stamp is None else stamp.reshape(-1).contiguous()
+        kept, d = empty(no_stamps, count, torch.int64), empty(no_stamps, count, torch.float32)
+        result = empty(no_stamps, 2, torch.int64)
         rows_update(*state, slots.contiguous(), error.contiguous(), stamp, refuses, kept, d, result)
         reason, row_or_count = result.tolist() if refuses else (0, count)
         return reason, row_or_count, kept, d
@@ -237,30 +235,34 @@ class Slots:
 
     # --- the ring
 
-    def locate(self, slots: Tensor, seen: int | Tensor = -1, cursor: int | Tensor = -1) -> RingWrite:
+    def locate(self, slots: Tensor, seen: int | Tensor = -1, writer_next: int | Tensor = -1) -> RingWrite:
         """Find where a write of ``slots`` [n] lies in the ring.
 
         Args:
             slots: see :class:`RingWrite`.
             seen: the last step that was seen. Default: -1, the order of the writes does not matter.
-            cursor: see :class:`RingWrite`. Default: -1.
+            writer_next: see :class:`RingWrite`. Default: -1.
         """
         lanes, index = self.layout.slots_per_step, as_index(slots)
         if isinstance(index, slice):
-            numbers = index.start, index.stop - 1, index.start, index.stop - 1, seen, cursor
+            numbers = index.start, index.stop - 1, index.start, index.stop - 1, seen, writer_next
         elif isinstance(index, np.ndarray):
-            numbers = index[0], index[-1], index.min(), index.max(), seen, cursor
+            numbers = index[0], index[-1], index.min(), index.max(), seen, writer_next
         else:
-            numbers = *read(slots[0], slots[-1], *torch.aminmax(slots)), seen, cursor
-        first, last, smallest, largest, seen, cursor = map(int, numbers)
-        expected = (seen + 1) % self.layout.steps if seen >= 0 else -1
-        return RingWrite(slots, index, first // lanes, last // lanes, smallest, largest, expected, cursor)
+            numbers = *read(slots[0], slots[-1], *torch.aminmax(slots)), seen, writer_next
+        first, last, smallest, largest, seen, writer_next = map(int, numbers)
+        own_next = (seen + 1) % self.layout.steps if seen >= 0 else -1
+        return RingWrite(slots, index, first // lanes, last // lanes, smallest, largest, own_next, writer_next)
 
     def is_rewrite(self, slots: Tensor, write: RingWrite) -> bool:
-        """True if a write of ``slots`` [n] changed stored rows in place: the buffer's writer has not written them."""
-        is_next = (write.last + 1) % self.layout.steps == write.cursor
-        is_next &= write.cursor != write.expected or slots.shape[0] >= self.size
-        return not is_next and bool((self.generation[slots] > 0).all())
+        """True if a write of ``slots`` [n] changed stored rows in place.
+
+        A write of new rows ends at the writer's position, which has moved on since the sampler saw the last write. A
+        write of all slots moves it once around.
+        """
+        has_moved = write.writer_next != write.own_next or slots.shape[0] >= self.size
+        is_new = has_moved and (write.last + 1) % self.layout.steps == write.writer_next
+        return not is_new and bool((self.generation[slots] > 0).all())
 
     # --- state
 

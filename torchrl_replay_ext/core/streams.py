@@ -49,9 +49,9 @@ class Episodes:
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``,
             which TorchRL's ``InitTracker`` writes.
         num_streams: number of environments whose transitions are interleaved in flat storage. More unfinished
-            trajectories than that are an error. Default: None: if the first write has trajectory ids, the number of
-            its unfinished trajectories, at least 16 and at most 64 (frame stacks: always 64), else 1.
-            :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
+            trajectories than that interrupt each other: this is counted at first, and an error if it goes on. Default:
+            None: if the first write has trajectory ids, the number of its unfinished trajectories, at least 16 and at
+            most 64 (frame stacks: always 64), else 1. :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
 
     Raises:
         TypeError: if a key is not a string or a tuple of strings, or the number is not an integer.
@@ -226,7 +226,7 @@ class Lanes:
         self._warned = False
         self.clear_()
 
-    def write(self, kernel: Kernel, slots: Tensor, marks: EpisodeMarks, *arguments: Any) -> None:
+    def run_write(self, kernel: Kernel, slots: Tensor, marks: EpisodeMarks, *arguments: Any) -> None:
         """Run the kernel of a write, which assigns the rows to lanes and finds where episodes begin.
 
         Args:
@@ -251,7 +251,7 @@ class Lanes:
                 raise self._too_many(number)
             if outcome == INTERRUPTS and strictness == CAREFUL:
                 self._warn()
-                self.write(kernel, slots, marks, *arguments)
+                self.run_write(kernel, slots, marks, *arguments)
 
     def _warn(self) -> None:
         self._warned = True

@@ -136,7 +136,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             td_error=td_error,
             within_buffer=require_bool(name, "max_priority_within_buffer", max_priority_within_buffer),
         )
-        changed = (key for key, value in before.items() if hasattr(BoundState, key) or vars(self)[key] is not value)
+        changed = (key for key, value in before.items() if hasattr(ReplaySampler, key) or vars(self)[key] is not value)
         _require_own_names(name, changed)
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -152,6 +152,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
 
     def _set_up_state(self, layout: Layout) -> None:
         super()._set_up_state(layout)
+        _require_own_names(self.owner, filter(partial(hasattr, ReplaySampler), self._saved_names))
         # True if more than the kernel changes has to follow priorities
         self._needs_update_call = self.slots.within_buffer or type(self).update is not ReplaySampler.update
         self._refresh_limit()

@@ -72,6 +72,7 @@ class EventTableSampler(ReplaySampler):
     * ``"priority"``: the paper's version for continuous tasks (Sec. 4). Transitions are drawn from the whole storage
       instead of from tables in proportions η; probabilities inside and outside of the union B^ν have the ratio
       (1 + η) / (1 − η), and w = 1 / p. All expectations are those of uniform replay; the paper calls this aggressive.
+      ``min_size`` has no effect.
 
     With ``priority=dict(kind="proportional")``, q_k(i) ∝ (\|δ\| + eps)^α, as in
     :class:`~torchrl_replay_ext.ProportionalSampler`. Further entries of the dict, with their defaults: ``alpha`` 0.6,

@@ -110,10 +110,10 @@ class SliceStarts(Follower):
         :meth:`~torchrl_replay_ext.core.streams.Lanes.write`.
         """
         if not self._is_copied:
-            self.lanes.write(slices_write, slots, marks, *self._views())
+            self.lanes.run_write(slices_write, slots, marks, *self._views())
             return
         changes = torch.full((3, 2 * len(slots)), -1, device="cpu")
-        self.lanes.write(slices_write, slots, marks, changes, *self._views()[1:])
+        self.lanes.run_write(slices_write, slots, marks, changes, *self._views()[1:])
         followed = changes[2].clamp_min_(0)
         sent = to_device(torch.cat([changes, self._next[followed].unsqueeze(0)]), self._device)
         start, mass, followed, following = sent.unbind(0)

@@ -48,6 +48,9 @@ class SlotState(WriteObserver, ABC):
     parts: Sequence[WriteObserver] = ()
     # True if writes in a graph have the same effect as outside of it
     writes_in_graphs = True
+    # what set_up_state derives from the parts
+    _saved_names: Sequence[str] = ()
+    _is_ordered = False
     # True once rows were written, or those of the storage were taken in: then the storage holds no unknown rows
     _knows_storage = False
 
@@ -119,8 +122,9 @@ class SlotState(WriteObserver, ABC):
     def _apply_write(self, slots: Tensor, storage: Storage | None) -> None:
         """Apply a write of ``slots``, int64 [n], n > 0. On the CPU they can be read without waiting. Not for graphs.
 
-        If the order of the rows matters, stored rows that are not those before the cursor of the buffer's writer were
-        changed in place. All others are new, and slots between them and the last write were lost and are removed.
+        If the order of the rows matters, there are four cases: new rows that follow the last write; new rows after a
+        gap, whose slots were lost and are removed; more new rows than slots, which replace everything; and stored rows
+        that were changed in place, see :meth:`~torchrl_replay_ext.core.slots.Slots.is_rewrite`.
 
         Raises:
             KeyError, TypeError, ValueError: if a part rejects the rows. These slots are then empty.
@@ -130,14 +134,14 @@ class SlotState(WriteObserver, ABC):
         if not self._is_ordered:
             write = self.slots.locate(slots)
         else:
-            seen, cursor = self.slots.last_seen_step, _torchrl.next_step(storage)
+            seen, writer_next = self.slots.last_seen_step, _torchrl.next_step(storage)
             if self._is_on_cpu:
-                write = self.slots.locate(slots, seen, cursor)
+                write = self.slots.locate(slots, seen, writer_next)
             else:
                 keys = [key for reader in self.episode_readers for key in reader.keys]
                 there, index = to_device(slots, layout.device), as_index(slots)
                 rows = index if isinstance(index, slice) else there
-                numbers, columns = read_ahead(storage, rows, keys, slots, seen, cursor)
+                numbers, columns = read_ahead(storage, rows, keys, slots, seen, writer_next)
                 slots, write = there, self.slots.locate(*numbers)._replace(columns=columns)
         if write.smallest < 0 and len(layout.shape) == 1:
             # TensorDictMaxValueWriter returns -1 for transitions that it does not store
@@ -165,9 +169,9 @@ class SlotState(WriteObserver, ABC):
         layout, size = self.layout, self.slots.size
         if self._is_ordered:
             self._require_ring_order(write)
-            if write.expected not in (-1, write.first):
-                lost = (write.first - write.expected) % layout.steps
-                self._remove_all(layout.slots_from(write.expected, lost * layout.slots_per_step))
+            if write.own_next not in (-1, write.first):
+                lost = (write.first - write.own_next) % layout.steps
+                self._remove_all(layout.slots_from(write.own_next, lost * layout.slots_per_step))
         if slots.shape[0] > size:
             # all earlier rows are overwritten, and also the first rows of this write
             for part in self._write_observers:
@@ -183,7 +187,7 @@ class SlotState(WriteObserver, ABC):
         """Raise ValueError if the writer does not fill one slot of the ring after the other."""
         is_ring = isinstance(write.slots_as_index, slice)
         is_ring = is_ring or torch.equal(write.slots, self.layout.slots_from(write.first, len(write.slots), "cpu"))
-        if not is_ring or write.cursor < 0:
+        if not is_ring or write.writer_next < 0:
             raise ValueError(
                 f"{self.owner}: slots must be written one after the other, by a buffer with a round-robin writer, the "
                 "default."

@@ -85,7 +85,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     * ``pad=True``: all stored transitions are equally likely to be a start. This includes transitions of short episodes
       and the last steps of long episodes. Every slice has at least one real step.
     * ``pad=False``: all transitions followed by ``slice_len`` - 1 stored steps of their episode are equally likely.
-    * ``anchors``: a prioritized sampler of this package draws the starts. Its ``priority_weight`` applies to all steps
+    * ``anchors``: another sampler draws the starts. Its ``priority_weight`` applies to all steps
       of a slice. TD errors of all steps become priorities; if slices overlap, the largest one of a slot counts. So
       padded rows have no effect if their TD error is 0, as the losses write it, and they come back in one update with
       the rest of their slice. Slices may come back in any order and as copies.
@@ -101,8 +101,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         behaviour_keys: required entries with statistics of the behaviour policy: ``("logits",)`` (default), ``("loc",
             "scale")``, ``("action_log_prob",)``, or () for none.
         pad: if True, slices may have fewer than ``slice_len`` steps and are padded, see above. Default: True.
-        anchors: ``"uniform"`` (default), or a ProportionalSampler, RankBasedSampler, ReaPERSampler or EventTableSampler
-            with tables of ``retention="ring"``. Do not use this sampler in another buffer. Requires ``pad=True``.
+        anchors: ``"uniform"`` (default), or a :class:`~torchrl_replay_ext.ReplaySampler`, such as ProportionalSampler;
+            an EventTableSampler needs tables of ``retention="ring"``. Do not use this sampler in another buffer.
+            Requires ``pad=True``.
         starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
             of each episode, for recurrent networks that learn from the first step on. All are equally likely. Requires
             ``anchors="uniform"``.
