@@ -16,16 +16,10 @@ class LocalRay:
     """
 
     class exceptions:
-        class RayActorError(Exception):
+        class RayError(Exception):
             pass
 
-        class ObjectLostError(Exception):
-            pass
-
-        class OutOfMemoryError(Exception):
-            pass
-
-        class RayTaskError(Exception):
+        class RayTaskError(RayError):
             def __init__(self, cause: Exception):
                 self.cause = cause
 
@@ -86,7 +80,7 @@ class _Method:
         actor, exceptions = self.actor, LocalRay.exceptions
         actor.ray.before(actor.number, arguments[0] if self.name == "answer" else self.name)
         if not actor.is_alive:
-            return exceptions.RayActorError("the process has ended")
+            return exceptions.RayError("the process has ended")
         try:
             answer = getattr(actor.replay, self.name)(*copy.deepcopy(arguments))
         except Exception as error:

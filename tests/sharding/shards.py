@@ -127,7 +127,7 @@ def written_slots(buffer):
 
 
 def takes_priorities(many):
-    return many._model is not None and many._model.takes_priorities
+    return many._takes_priorities
 
 
 def set_priorities(one, many, td_error=td_errors):

@@ -123,16 +123,32 @@ def test_annealed_exponents_are_those_of_one_buffer(sampler, local_ray):
     assert [actor.replay.stats()["beta"] for actor in local_ray.actors] == pytest.approx([0.7] * 3)
 
 
+def require_one_home(many, traj_key):
+    homes = {}
+    for number, handle in enumerate(many._shards.handles):
+        for trajectory in handle.replay._buffer[:][traj_key].unique().tolist():
+            assert homes.setdefault(trajectory, number) == number
+    assert {*homes.values()} == {0, 1, 2}
+
+
 def test_episodes_stay_in_one_shard_and_shards_have_equal_loads():
     many = sharded("reaper", 3)
     fill(many, 160)
-    homes = {}
-    for number, handle in enumerate(many._shards.handles):
-        for trajectory in handle.replay._buffer[:]["collector", "traj_ids"].unique().tolist():
-            assert homes.setdefault(trajectory, number) == number
+    require_one_home(many, ("collector", "traj_ids"))
     assert many.write_count == 640
-    lengths = [report.written for report in many._shards.reports]
+    lengths = [report.written for report in many._shards.reports.values()]
     assert max(lengths) - min(lengths) < 3 * 11
+
+
+def test_episodes_are_marked_by_other_entries():
+    many = sharded("uniform", 3, episodes=Episodes(traj_key="episode", done_key="end"))
+    for first in range(0, 160, 8):
+        data = transitions(first * STREAMS, 8)
+        own = {"episode": data["collector", "traj_ids"], "end": data["next", "done"]}
+        many.extend(data.exclude("collector", "next").update(own))
+    require_one_home(many, "episode")
+    # the writer forgets episodes that have ended
+    assert len(many._writer._homes) <= STREAMS
 
 
 def test_writers_of_several_processes():
@@ -153,7 +169,7 @@ def test_weights_correct_for_the_probability_of_a_stale_draw():
     """The priorities of shard 0 change after the sums are known, so its share of the batch is that of before."""
     many = filled("proportional", 2)
     many.sample()
-    before = [report.sums.mass[0] for report in many._shards.reports]
+    before = [report.sums.mass[0] for report in many._shards.reports.values()]
     buffers = [handle.replay._buffer for handle in many._shards.handles]
     buffers[0].update_priority(torch.arange(4), torch.full((4,), 1e6))
     batch = many.sample()

@@ -48,7 +48,7 @@ def test_a_lost_shard(name):
     assert 1 in many.sample()["shard"]
 
 
-@pytest.mark.parametrize("when", ["draw", "state_dict", "dumps"])
+@pytest.mark.parametrize("when", ["draw", "state_dict", "save"])
 def test_a_process_that_ends_during_a_call(when, tmp_path, local_ray):
     ends = []
 
@@ -78,14 +78,11 @@ def test_a_process_that_ends_during_a_call(when, tmp_path, local_ray):
     learn(many, 3)
 
 
-def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
+def test_rows_on_the_way_to_a_process_that_has_ended_are_lost():
     many = filled("proportional", 3)
     for writer in (many, many.client()):
         many._shards.handles[1].kill()
-        with (
-            pytest.warns(UserWarning, match=r"\d+ transitions on the way to processes that have ended are lost"),
-            pytest.warns(UserWarning, match="the process of shard 1 of the replay buffer has ended"),
-        ):
+        with pytest.warns(UserWarning, match="shard 1 of .* those on the way to it are gone"):
             writer.extend(transitions(400, 20))
         lost = set(range(400, 480)) - set().union(*rows_in(many))
         assert 0 < len(lost) < 80
@@ -96,8 +93,6 @@ def test_rows_on_the_way_to_a_process_that_has_ended_are_lost_and_reported():
             # the learner's process finds it out by itself
             with pytest.warns(UserWarning, match="shard 1 of"):
                 many.sample()
-        reported = many.stats()["lost_rows"] - many._shards.lost_rows if writer is many else writer.lost_rows
-        assert reported == len(lost)
         many._shards.handles[1].restart()
         many.empty()
         fill(many)
@@ -190,6 +185,6 @@ def test_writes_end_if_no_shard_comes_back():
     for handle in many._shards.handles:
         handle.kill()
     many.extend(transitions(1000, 8))
-    assert len(messages) == 3 and messages[2] == "32 transitions on the way to processes that have ended are lost"
+    assert len(messages) == 2
     with pytest.raises(RuntimeError, match=r"none was started again in 0.1 s; 32 transitions were not written"):
         many.extend(transitions(1032, 8))

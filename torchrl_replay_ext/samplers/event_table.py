@@ -307,7 +307,7 @@ class EventTableSampler(ReplaySampler):
         if self._correction not in (None, "mixture"):
             # the others count outcomes, which may lie in several shards
             return None
-        return Sums(self._masses.of_tables().tolist(), count=self._masses.view.counts.tolist())
+        return Sums(self._masses.of_tables().tolist(), self._masses.view.counts.tolist())
 
     def rows_of_tables(
         self, mass: np.ndarray, count: np.ndarray, batch_size: int, u: np.ndarray
@@ -325,7 +325,7 @@ class EventTableSampler(ReplaySampler):
 
     def draw_of_shard(self, wanted: ShardRows, sums: Sums) -> Draw:
         tree, view = self._masses.tree, self._masses.view
-        rows, probability, eta, count = map(torch.as_tensor, wanted)
+        rows, probability, eta, count = (torch.from_numpy(np.asarray(part)) for part in wanted[:4])
         ends = tree.prefix(view.begins)
         totals = ends.diff()
         table = torch.arange(len(totals), device=ends.device).repeat_interleave(rows * (totals > 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import get_args
 
 import torch
@@ -155,5 +154,4 @@ class ProportionalSampler(PowerSampler):
         return Draw(slots, mass, minima if self._tracks_min else None)
 
     def shard_sums(self) -> Sums:
-        total = self._tree.total().item()
-        return Sums([total], float(self._tree.min() if total else math.inf) if self._tracks_min else None)
+        return Sums([self._tree.total().item()])

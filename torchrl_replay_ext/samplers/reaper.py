@@ -193,11 +193,10 @@ class ReaPERSampler(PowerSampler):
     # --- draws from several shards
 
     def shard_sums(self) -> Sums:
-        total, smallest = self._tree.total().item(), self._smallest()
+        total = self._tree.total().item()
         if total and not self._acceptance:
             self._acceptance = self._mean_factor()
-        least = None if smallest is None else smallest.item()
-        return Sums([total * self._acceptance], least, largest_episode=self._episodes.largest_total())
+        return Sums([total * self._acceptance], largest_episode=self._episodes.largest_total())
 
     def _mean_factor(self) -> float:
         """The mean R^ω of 256 slots that are drawn by their masses."""
@@ -205,11 +204,8 @@ class ReaPERSampler(PowerSampler):
         return self._factor(slots).mean().item()
 
     def draw_of_shard(self, wanted: ShardRows, sums: Sums) -> Draw:
+        # F of Eq. 16
+        self._episodes.least_largest = wanted.largest_episode
         drawn = super().draw_of_shard(wanted, sums)
         self._acceptance += 0.1 * (self._mean_factor() - self._acceptance)
         return drawn
-
-    def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
-        super().note_other_shards(largest_priority, largest_episode)
-        # F of Eq. 16
-        self._episodes.least_largest = largest_episode

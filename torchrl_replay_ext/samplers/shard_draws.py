@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_replay_ext.core.slots import Slots
-
 if TYPE_CHECKING:
     from torchrl_replay_ext.samplers.base import Draw
 
@@ -21,19 +19,16 @@ STAMP_KEY = "write_stamp"
 class Sums(NamedTuple):
     """The sums over one shard, by which batches are divided among shards. Samplers without tables have one table.
 
-    All numbers are plain, because small tensors are slow to send.
+    All numbers are plain, here and in :class:`ShardRows`, because arrays and tensors are slow to send.
 
     Args:
-        mass: sum of the densities of each table. Default: one table without transitions.
-        smallest: the smallest positive density, or inf if there is none. Default: None, weights are divided by the
-            largest weight of the batch.
-        count: number of transitions of each event table. Default: None, there are no event tables.
+        mass: sum of the densities of each table.
+        count: number of transitions of each event table. Default: there are none.
         largest_episode: the largest sum of priorities of an episode, in units of mass. Default: 0.
     """
 
-    mass: Sequence[float] = (0.0,)
-    smallest: float | None = None
-    count: Sequence[int] | None = None
+    mass: Sequence[float]
+    count: Sequence[int] = ()
     largest_episode: int = 0
 
 
@@ -41,23 +36,27 @@ class ShardRows(NamedTuple):
     """The rows of a batch that are drawn in one shard.
 
     Args:
-        rows: number of rows of each table, int64 [tables].
-        probability: probability that a row of each table lies in this shard, float64 [tables].
-        eta: proportions of the tables, float64 [tables].
-        count: number of transitions of each event table in all shards, int64 [tables]; None without event tables.
+        rows: number of rows of each table.
+        probability: probability that a row of each table lies in this shard.
+        eta: proportions of the tables.
+        count: number of transitions of each event table in all shards.
+        largest_priority: that of new transitions in all shards.
+        largest_episode: the largest :attr:`Sums.largest_episode` of all shards.
+        schedules: the states of annealed hyperparameters and η, by name.
     """
 
-    rows: np.ndarray
-    probability: np.ndarray
-    eta: np.ndarray
-    count: np.ndarray | None
+    rows: Sequence[int]
+    probability: Sequence[float]
+    eta: Sequence[float]
+    count: Sequence[int]
+    largest_priority: float
+    largest_episode: int
+    schedules: dict[str, list[Any]]
 
 
 class ShardDraws:
     """What samplers add for draws from several shards, in eager code on the CPU."""
 
-    slots: Slots
-    max_supported_priority: Any
     draw: Any
     _rng: torch.Generator | None
 
@@ -73,17 +72,15 @@ class ShardDraws:
             sums: the present :meth:`shard_sums`; those of one table are > 0.
 
         Returns:
-            The slots. ``density`` is the probability of each slot in the whole batch, or None if all are equally
-            likely.
+            The slots. ``density`` and ``smallest`` are probabilities in the whole batch, or None if all slots are
+            equally likely.
         """
-        drawn: Draw = self.draw(int(wanted.rows[0]), self._rng)
+        drawn: Draw = self.draw(wanted.rows[0], self._rng)
         if drawn.density is None:
             return drawn
-        return drawn._replace(density=np.asarray(drawn.density) * (wanted.probability[0] / sums.mass[0]))
+        scale = wanted.probability[0] / sums.mass[0]
+        smallest: Any = None if drawn.smallest is None else drawn.smallest[0] * scale
+        return drawn._replace(density=np.asarray(drawn.density) * scale, smallest=smallest)
 
     def count_batch(self) -> None:
         """Called once for each batch: advance the schedules that count batches. Default: there are none."""
-
-    def note_other_shards(self, largest_priority: float, largest_episode: int) -> None:
-        """Take over the largest priority and the largest sum of an episode of the other shards."""
-        self.slots.largest.clamp_min_(min(largest_priority, self.max_supported_priority))

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import pickle
 import secrets
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
-from torchrl.data.replay_buffers import RandomSampler, Sampler
+from torchrl.data.replay_buffers import Sampler
 
+from torchrl_replay_ext._torchrl import set_entries
 from torchrl_replay_ext.buffers import CompilableReplayBuffer
 from torchrl_replay_ext.samplers.base import ReplaySampler
-from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, Sums
-from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
+from torchrl_replay_ext.samplers.shard_draws import STAMP_KEY, ShardRows, Sums
 
 # The class that error messages name.
 OWNER = "ShardedReplayBuffer"
 # Entries of samples that are not stored: the number of the shard, and the probability of the row in the whole batch.
 SHARD_KEY, DENSITY = "shard", "_probability_of_draw"
-# A write stamp is the number of a write, plus the number of the shard's process times this.
-PROCESS = 2**34
 # Batches are sent as arrays: Ray needs 2.3 ms of CPU time to pack and unpack a batch of tensors, 0.1 ms for arrays.
 Arrays = dict[NestedKey, np.ndarray]
 
@@ -34,10 +31,7 @@ def to_arrays(data: TensorDictBase) -> Arrays:
     for key, column in data.items(True, True, is_leaf=is_leaf_nontensor):
         if not isinstance(column, Tensor):
             raise TypeError(f"{OWNER}: the entry {key!r} must be a tensor, not {type(column).__name__}.")
-        try:
-            columns[key] = column.detach().cpu().numpy()
-        except TypeError as error:
-            raise TypeError(f"{OWNER}: the entry {key!r} has {column.dtype}, which NumPy lacks; convert it.") from error
+        columns[key] = column.detach().cpu().numpy()
     return columns
 
 
@@ -47,58 +41,45 @@ def from_arrays(columns: Arrays) -> TensorDict:
         key: torch.from_numpy(column) if column.flags.writeable else torch.tensor(column)
         for key, column in columns.items()
     }
-    return TensorDict(data, [num_rows(columns)], device="cpu")
+    return TensorDict(data, [len(next(iter(columns.values())))], device="cpu")
 
 
-def split(columns: Arrays, part: np.ndarray, num_parts: int) -> list[Arrays]:
-    """Divide rows into ``num_parts`` batches; ``part``: the batch of each row, int64 [n]. The order of rows is kept."""
-    order = np.argsort(part, kind="stable")
-    ends = np.searchsorted(part[order], np.arange(num_parts + 1))
-    sorted_columns = take(columns, order)
-    return [take(sorted_columns, slice(begin, end)) for begin, end in pairwise(ends)]
-
-
-def num_rows(columns: Arrays) -> int:
-    """The number of rows."""
-    return len(next(iter(columns.values()))) if columns else 0
-
-
-def take(columns: Arrays, rows: np.ndarray | slice) -> Arrays:
-    """Some rows, by index, mask or slice."""
+def take(columns: Arrays, rows: np.ndarray) -> Arrays:
+    """Some rows, by index or mask."""
     return {key: column[rows] for key, column in columns.items()}
+
+
+def split(columns: Arrays, shard: np.ndarray) -> dict[int, Arrays]:
+    """The rows of each shard, in the same order; ``shard``: the number of the shard of each row, int64 [n]."""
+    return {number: take(columns, shard == number) for number in np.unique(shard).tolist()}
 
 
 class Report(NamedTuple):
     """The state of a shard after a call.
 
     Args:
-        process: random number of the process; 0: it has ended, or has not answered yet. Default: 0.
+        process: random number of the process.
         length: number of stored transitions.
         written: number of transitions ever written.
         largest_priority: the priority of new transitions; 0 without priorities.
         sums: see :class:`~torchrl_replay_ext.samplers.shard_draws.Sums`.
     """
 
-    process: int = 0
-    length: int = 0
-    written: int = 0
-    largest_priority: float = 0.0
-    sums: Sums = Sums()
+    process: int
+    length: int
+    written: int
+    largest_priority: float
+    sums: Sums
 
 
-def drawing_sampler(sampler: Sampler) -> ReplaySampler | None:
-    """The sampler that draws and has the priorities: for slices, that of the anchors; None for RandomSampler.
+def dividing_sampler(sampler: Sampler) -> ReplaySampler | None:
+    """The sampler that draws one shard's part of a batch: for slices, that of the anchors.
 
-    Raises:
-        TypeError: if the sampler cannot be used in shards.
+    None if the sampler needs all transitions in one place, or has no sums: it then draws as in any other buffer.
     """
-    drawing = sampler.starts_sampler if isinstance(sampler, TrajectoryRetraceSampler) else sampler
-    if isinstance(drawing, ReplaySampler) or type(drawing) is RandomSampler:
-        return drawing if isinstance(drawing, ReplaySampler) else None
-    raise TypeError(
-        f"{OWNER}(sampler={type(sampler).__name__}): pass RandomSampler, or a sampler of this package "
-        "other than DecoupledSampler, which needs the policy."
-    )
+    drawing: Any = getattr(sampler, "starts_sampler", sampler)
+    is_divisible = isinstance(drawing, ReplaySampler) and not drawing.slots.within_buffer and drawing.shard_sums()
+    return drawing if is_divisible else None
 
 
 class ReplayShard:
@@ -108,19 +89,21 @@ class ReplayShard:
 
     Args:
         number: number of the shard.
-        seed: seed of the draws; None: not seeded.
+        seed: seed of the draws of all shards; None: not seeded.
         **arguments: of :class:`~torchrl_replay_ext.CompilableReplayBuffer`.
     """
 
     def __init__(self, number: int, *, seed: int | None, **arguments: Any):
-        torch.set_num_threads(1)
         self._buffer = CompilableReplayBuffer(**arguments)
         if seed is not None:
-            self._buffer.set_rng(torch.Generator().manual_seed(seed))
+            self._buffer.set_rng(torch.Generator().manual_seed(seed + number))
         self._storage: Any = self._buffer.storage
         self._sampler: Any = self._buffer.sampler
-        self._drawing = drawing_sampler(self._sampler)
-        self._number, self._process = number, 1 + secrets.randbelow(2**27 - 1)
+        self._drawing = dividing_sampler(self._sampler)
+        # Added to the write stamps of samples: those of another process then differ from all stamps of this one, and
+        # the sampler drops updates with them.
+        self._process = 1 + secrets.randbelow(2**62)
+        self._number = number
 
     def answer(self, method: str, *arguments: Any) -> tuple[Report, Any]:
         """Call a method of this object or of the buffer; return the report after it, and its result."""
@@ -129,80 +112,72 @@ class ReplayShard:
 
     def report(self) -> Report:
         """The state of the shard."""
-        length, sampler = len(self._buffer), self._drawing
-        largest = 0.0 if sampler is None else sampler.slots.largest.item()
-        sums = self._sums() or Sums([float(length)])
-        return Report(self._process, length, self._buffer.write_count, largest, sums)
+        sampler, length = self._drawing, len(self._buffer)
+        largest, sums = 0.0, None
+        if sampler is not None:
+            if length:
+                sampler.synchronize(self._storage)
+            largest, sums = sampler.slots.largest.item(), sampler.shard_sums()
+        return Report(self._process, length, self._buffer.write_count, largest, sums or Sums([float(length)]))
 
-    def _sums(self) -> Sums | None:
-        """The sums of the sampler; None if rows are drawn by the sampler itself."""
-        if self._drawing is not None and len(self._buffer):
-            self._drawing.synchronize(self._storage)
-        return None if self._drawing is None else self._drawing.shard_sums()
-
-    def write(self, rows: Arrays) -> int:
-        """Write rows; return their number."""
+    def write(self, rows: Arrays) -> None:
+        """Write rows."""
         self._buffer.extend(from_arrays(rows))
-        return num_rows(rows)
 
     def update(self, packed: bytes) -> None:
-        """Apply TD errors; ``packed``: see :meth:`draw`."""
-        rows = pickle.loads(packed)
-        ours = rows[STAMP_KEY] // PROCESS == self._process
-        if ours.any():
-            updates = from_arrays(take(rows, ours))
-            updates[STAMP_KEY] %= PROCESS
-            self._buffer.update_tensordict_priority(updates)
+        """Apply TD errors; ``packed``: pickled rows of :meth:`draw`, because Ray takes 20 us for each array."""
+        if len(self._buffer):
+            rows = from_arrays(pickle.loads(packed))
+            rows[STAMP_KEY] -= self._process
+            self._buffer.update_tensordict_priority(rows)
 
     @torch.no_grad()
-    def draw(self, packed: bytes) -> tuple[Arrays, float | None]:
+    def draw(self, wanted: ShardRows) -> tuple[Arrays, float]:
         """Draw the rows of a batch that lie in this shard.
 
-        Args:
-            packed: a pickled tuple, because Ray takes 20 us for each array: the :class:`ShardRows`, the states of
-                the annealed hyperparameters, and the largest priority and episode of the other shards.
-
         Returns:
-            The rows, and the smallest probability of a row in the whole batch; None if weights do not need it.
+            The rows, and the smallest probability of a row in the whole batch; 0 if weights do not need it.
         """
-        wanted, settings, *largest = pickle.loads(packed)
-        sampler, storage, number, smallest = self._drawing, self._storage, int(wanted.rows.sum()), None
+        sampler, storage, number, smallest = self._drawing, self._storage, sum(wanted.rows), None
         if sampler is not None:
-            for name, state in settings.items():
-                sampler.settings()[name].load(torch.from_numpy(state))
-            sampler.note_other_shards(*largest)
-        sums = self._sums()
-        # what was written since the batch was divided cannot be drawn
-        if sums is not None and sums.smallest is not None and sums.mass[0] * wanted.probability[0] > 0:
-            smallest = float(sums.smallest * wanted.probability[0] / sums.mass[0])
-        if not number or not (len(self._buffer) if sums is None else any(sums.mass)):
-            return {}, smallest
-        if sampler is None or sums is None:
-            index, info = self._sampler.sample(storage, number * getattr(self._sampler, "slice_len", 1))
-        else:
-            slots, density, _, extras = sampler.draw_of_shard(wanted, sums)
-            index, info = torch.as_tensor(slots), {**(extras or {})}
+            for name, state in wanted.schedules.items():
+                sampler.settings()[name].load(torch.tensor(state, dtype=torch.float64))
+            sampler.slots.largest.clamp_min_(min(wanted.largest_priority, sampler.max_supported_priority))
+        sums = self.report().sums
+        if not any(sums.mass):
+            return {}, 0.0
+        index, info = torch.empty(0), dict[Any, Tensor]()
+        if sampler is not None:
+            # also without rows, for the smallest probability; it is 0 if rows were written since the batch was divided
+            index, density, smallest, extras = sampler.draw_of_shard(wanted, sums)
+            index, info = torch.as_tensor(index), {**(extras or {})}
             if density is not None:
                 info[DENSITY] = torch.as_tensor(density)
-            if isinstance(self._sampler, TrajectoryRetraceSampler):
-                index, info = self._sampler.slices(storage, index, info)
-            else:
+            if self._sampler is sampler:
                 info[STAMP_KEY] = sampler.slots.generation_of(index)
+            elif number:
+                index, info = self._sampler.slices(storage, index, info)
+        elif number:
+            index, info = self._sampler.sample(storage, number * getattr(self._sampler, "slice_len", 1))
+        least = 0.0 if smallest is None else float(smallest)
+        if not len(index):
+            return {}, least
+        if STAMP_KEY in info:
+            info[STAMP_KEY] += self._process
         rows = storage.take(index)
-        for key, column in info.items():
-            rows.set(key, column + self._process * PROCESS if key == STAMP_KEY else column)
-        return to_arrays(rows.set("index", index)) | {SHARD_KEY: np.full(len(index), self._number)}, smallest
+        set_entries(rows, {**info, "index": index, SHARD_KEY: torch.full_like(index, self._number)})
+        return to_arrays(rows), least
 
     def restore(self, source: dict[str, Any] | str) -> None:
-        """Replace the content by a :meth:`state_dict`, or by a file of :meth:`dumps`."""
+        """Replace the content by a :meth:`state_dict`, or by a file of :meth:`save`."""
         state = source if isinstance(source, dict) else torch.load(source, map_location="cpu", weights_only=True)
         self._buffer.load_state_dict(state)
 
-    def dumps(self, path: str) -> None:
+    def save(self, path: str) -> None:
         """Save the state of the buffer as the file ``path``."""
         # not the buffer's dumps(), which writes memory-mapped files: on a full disk, that kills the process
         torch.save(self._buffer.state_dict(), path)
 
     def stats(self) -> dict[str, float]:
         """Statistics of the sampler."""
-        return {} if self._drawing is None else {key: value.item() for key, value in self._sampler.stats().items()}
+        return {key: value.item() for key, value in getattr(self._sampler, "stats", dict)().items()}

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
+from torchrl_replay_ext.core.streams import Episodes
 from torchrl_replay_ext.sharding.processes import Shards
-from torchrl_replay_ext.sharding.shard import OWNER, Arrays, num_rows, split, to_arrays
+from torchrl_replay_ext.sharding.shard import OWNER, Arrays, split, to_arrays
 
 
 class ShardWriter:
@@ -20,21 +21,19 @@ class ShardWriter:
 
     Args:
         shards: the shards.
-        traj_key: entry with trajectory ids, int64, unique among all writers.
-        done_key: entry that marks the end of an episode.
+        episodes: the entries with trajectory ids, integers that are unique among all writers, and with the ends of
+            episodes.
     """
 
-    def __init__(self, shards: Shards, *, traj_key: NestedKey, done_key: NestedKey):
+    def __init__(self, shards: Shards, episodes: Episodes):
         self._shards = shards
-        self._traj_key, self._done_key = unravel_key(traj_key), unravel_key(done_key)
-        # the shard of each open episode, and its process at that time
-        self._homes: dict[int, tuple[int, int]] = {}
-        # shape of a row and dtype of each entry; None before the first write
-        self._columns: dict[NestedKey, Any] | None = None
+        self._traj_key, self._done_key = unravel_key(episodes.traj_key or ""), unravel_key(episodes.done_key)
+        # the process to which the rows of each open episode are sent, by trajectory id
+        self._homes: dict[int, int] = {}
+        # shape of a row and dtype of each entry of the first batch
+        self._columns: dict[NestedKey, Any] = {}
         # number of rows sent to each shard
         self._sent = [0] * len(shards)
-        # number of rows that were on the way to a process that has ended
-        self.lost_rows = 0
 
     @property
     def write_count(self) -> int:
@@ -51,7 +50,7 @@ class ShardWriter:
             KeyError: if the batch has no trajectory ids or no ends of episodes.
             TypeError: if an entry has a dtype that NumPy does not have, such as bfloat16.
             ValueError: if the batch is not flat, or its entries differ from those of the first batch in name, shape or
-                dtype, or trajectory ids are not int64. Nothing is written then.
+                dtype. Nothing is written then.
             RuntimeError: if no shard can be written to for ``timeout`` seconds. Nothing is written then.
 
         Other errors are those of a shard, such as of its sampler. The rows of the other shards are written then.
@@ -63,55 +62,38 @@ class ShardWriter:
             )
         if not len(data):
             return
-        shards, rows = self._shards, to_arrays(data)
-        columns = self._require_columns(rows)
-        if not shards.wait(1):
-            raise RuntimeError(
-                f"{OWNER}.extend: the processes of all shards have ended, and none was started again in "
-                f"{shards.timeout:g} s; {len(data)} transitions were not written."
-            )
-        parts = split(rows, self._route(rows), len(shards))
-        written = shards.call("write", lambda number: (parts[number],) if num_rows(parts[number]) else None)
-        if lost := len(data) - sum(filter(None, written)):
-            self.lost_rows += lost
-            shards.on_loss(f"{lost} transitions on the way to processes that have ended are lost")
-        self._columns = columns
-
-    def _require_columns(self, rows: Arrays) -> dict[NestedKey, Any]:
-        """Raise ValueError if rows do not have the entries of the first ones; return the entries."""
-        columns: dict[NestedKey, Any] = {key: (column.shape[1:], str(column.dtype)) for key, column in rows.items()}
+        rows = to_arrays(data)
         for key in (self._traj_key, self._done_key):
             if key not in rows:
                 raise KeyError(
                     f"{OWNER}.extend: the batch has no entry {key!r}, but episodes stay in one shard; collectors write "
-                    "it, or pass traj_key= and done_key=."
+                    "it, or pass episodes=Episodes(traj_key=..., done_key=...)."
                 )
-        ids = rows[self._traj_key]
-        if ids.dtype != np.int64 or ids.size != len(ids):
+        columns: dict[NestedKey, Any] = {key: (column.shape[1:], column.dtype) for key, column in rows.items()}
+        if self._columns and (different := self._columns.items() ^ columns.items()):
             raise ValueError(
-                f"{OWNER}.extend: the entry {self._traj_key!r} must have one int64 per transition; it has "
-                f"the shape {ids.shape} and the dtype {ids.dtype}."
+                f"{OWNER}.extend: entries differ in name, shape or dtype from those of the first batch: {different}."
             )
-        first = self._columns or columns
-        if different := [key for key in {**first, **columns} if first.get(key) != columns.get(key)]:
-            raise ValueError(
-                f"{OWNER}.extend: the entries {different} differ in name, shape or dtype from the first batch: "
-                f"{[columns.get(key) for key in different]} instead of {[first.get(key) for key in different]}."
+        if not self._shards.wait(1):
+            raise RuntimeError(
+                f"{OWNER}.extend: the processes of all shards have ended, and none was started again in "
+                f"{self._shards.timeout:g} s; {len(data)} transitions were not written."
             )
-        return columns
+        self._shards.call("write", split(rows, self._route(rows)))
+        self._columns = columns
 
     def _route(self, rows: Arrays) -> np.ndarray:
         """The shard of each row, int64 [n]."""
-        episode, done = rows[self._traj_key].reshape(-1), rows[self._done_key].reshape(num_rows(rows), -1).any(1)
-        numbers, first, which = np.unique(episode, return_index=True, return_inverse=True)
-        count, shard_of = np.bincount(which).tolist(), np.zeros(len(numbers), dtype=np.int64)
-        running = {number: (number, self._shards.reports[number].process) for number in self._shards.running}
-        for position in np.argsort(first):
-            number = int(numbers[position])
-            if self._homes.get(number) not in running.values():
-                self._homes[number] = running[min(running, key=self._sent.__getitem__)]
-            shard_of[position], _ = self._homes[number]
-            self._sent[shard_of[position]] += count[position]
+        done = rows[self._done_key]
+        episode, done = rows[self._traj_key].reshape(len(done)), done.reshape(len(done), -1).any(1)
+        ids, episode_of, counts = np.unique(episode, return_inverse=True, return_counts=True)
+        running = {report.process: number for number, report in self._shards.reports.items()}
+        shard_of = []
+        for number, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            if self._homes.get(number) not in running:
+                self._homes[number] = min(running, key=lambda process: self._sent[running[process]])
+            shard_of.append(running[self._homes[number]])
+            self._sent[shard_of[-1]] += count
         for number in np.unique(episode[done]).tolist():
             del self._homes[number]
-        return shard_of[which]
+        return np.array(shard_of)[episode_of]
