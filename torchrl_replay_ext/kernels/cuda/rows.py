@@ -10,12 +10,12 @@ import triton.language as tl
 
 from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
 from torchrl_replay_ext.kernels.cuda.tree import write, write_power
-from torchrl_replay_ext.kernels.layouts import EMPTY, INVALID, OUT_OF_RANGE, WINDOW
+from torchrl_replay_ext.kernels.layouts import EMPTY, INVALID, NOTHING, OUT_OF_RANGE, WINDOW
 
 _OUT_OF_RANGE, _INVALID, _EMPTY = tl.constexpr(OUT_OF_RANGE), tl.constexpr(INVALID), tl.constexpr(EMPTY)
-_WINDOW = tl.constexpr(WINDOW)
-# the bits of a float32 that is not a number
+# from here on, the bits of a float32 that is not a number
 _MARK = tl.constexpr(0x7F800001)
+_NOTHING, _WINDOW = tl.constexpr(NOTHING), tl.constexpr(WINDOW)
 # rows that are processed together
 _TOGETHER = 1024
 
@@ -29,9 +29,8 @@ def _drawn(
     if weight is not None:
         for start in range(0, num_smallest, num_rows):
             rows = start + tl.arange(0, num_rows)
-            found = tl.load(smallest + rows, mask=rows < num_smallest, other=0).to(tl.float64)
-            least = tl.minimum(least, tl.where(rows < num_smallest, found, float("inf")))
-    least = tl.min(least, axis=0) + tl.zeros([num_rows], tl.float64)
+            found = tl.load(smallest + rows, mask=rows < num_smallest, other=_NOTHING)
+            least = tl.minimum(least, tl.min(found, axis=0).to(tl.float64))
     now = tl.load(draws) + 1
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
@@ -41,8 +40,8 @@ def _drawn(
             mass = tl.load(density + rows, mask=in_batch, other=0).to(tl.float64)
             can_be_drawn = (mass > 0) & (least > 0)
             ratio = tl.where(can_be_drawn, mass, 1.0) / tl.where(can_be_drawn, least, 1.0)
-            result = tl.where(can_be_drawn, tl.exp2(-tl.load(beta) * tl.log2(ratio)), 0.0)
-            tl.store(weight + rows, result.to(tl.float32), mask=in_batch)
+            result = tl.exp2(-tl.load(beta) * tl.log2(ratio))
+            tl.store(weight + rows, tl.where(can_be_drawn, result, 0.0), mask=in_batch)
         if stamp is not None:
             tl.store(stamp + rows, tl.load(generation + within(slot, size)), mask=in_batch)
         if drawn_at is not None:
@@ -69,94 +68,75 @@ def _record(slots, generation, number, drawn_at, d, largest, size, count, stays:
 
 
 @jit
-def _inspect(batch, rows, count, squared: tl.constexpr):
-    """The slots of some rows, 0 where they are wrong; why rows are wrong; and their priorities."""
-    slots, error, limit, eps, smallest, size = batch
-    in_batch = rows < count
-    slot = tl.load(slots + rows, mask=in_batch, other=0)
-    given = tl.load(error + rows, mask=in_batch, other=0.0).to(tl.float64)
-    delta = given
-    if squared:
-        delta = tl.sqrt(tl.maximum(given, 0.0))
-    priority = tl.maximum(delta + eps, smallest)
-    is_valid = (given >= 0) & (priority <= tl.load(limit))
-    is_outside = (slot < 0) | (slot >= size)
-    reason = tl.where(is_outside, _OUT_OF_RANGE, tl.where(is_valid, 0, _INVALID))
-    return tl.where(is_outside, 0, slot), tl.where(in_batch, reason, 0), priority
-
-
-@jit
 def _update(
-    slots, error, stamp, generation, drawn_at, draws, d, d_bits, largest, counts, limit, eps, smallest, kept, kept_d,
-    result, size, count, squared: tl.constexpr, refuses: tl.constexpr, num_rows: tl.constexpr,
+    generation, drawn_at, draws, d, largest, counts, limit, eps, smallest, slots, error, stamp, kept, kept_d, result,
+    size, count, squared: tl.constexpr, refuses: tl.constexpr, num_rows: tl.constexpr,
 ):  # fmt: skip
-    batch = slots, error, limit, eps, smallest, size
-    first = tl.cast(count, tl.int32)
-    why = 0
     # the number of draws, and of writes at the last one; the oldest valid row, and if it is newer, all are
     now, before = tl.load(draws), tl.load(draws + 1)
-    oldest = before + 1
-    if refuses or stamp is None:
-        for start in range(0, count, num_rows):
-            rows = start + tl.arange(0, num_rows)
-            slot, reason, _ = _inspect(batch, rows, count, squared)
-            written = tl.load(generation + slot, mask=(rows < count) & (reason == 0), other=2**62)
-            oldest = tl.minimum(oldest, tl.min(written, axis=0))
-            if refuses:
-                if stamp is None:
-                    is_empty = (written == 0) & (tl.load(drawn_at + slot) == 0)
-                    reason = tl.where(is_empty, _EMPTY, reason)
-                wrong = tl.min(tl.where(reason != 0, rows, count), axis=0)
-                if wrong < first:
-                    first = wrong
-                    why = tl.sum(tl.where(rows == wrong, reason, 0), axis=0)
-    goes_on = first == tl.cast(count, tl.int32)
-    best = tl.load(largest)
+    oldest, first = before + 1, tl.cast(count, tl.int32)
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
-        slot, reason, priority = _inspect(batch, rows, count, squared)
-        in_batch = (rows < count) & goes_on
-        usable = in_batch & (reason == 0)
-        written = tl.load(generation + slot, mask=usable, other=0)
+        in_batch = rows < count
+        slot = tl.load(slots + rows, mask=in_batch, other=0)
+        delta = tl.load(error + rows, mask=in_batch, other=0.0).to(tl.float64)
+        is_valid = delta >= 0
+        if squared:
+            delta = tl.sqrt(tl.maximum(delta, 0.0))
+        priority = tl.maximum(delta + eps, smallest)
+        is_valid = is_valid & (priority <= tl.load(limit))
+        is_outside = (slot < 0) | (slot >= size)
+        reason = tl.where(is_outside, _OUT_OF_RANGE, tl.where(is_valid, 0, _INVALID))
+        written = tl.load(generation + slot, mask=in_batch & (reason == 0), other=2**62)
+        oldest = tl.minimum(oldest, tl.min(written, axis=0))
+        if refuses:
+            if stamp is None:
+                is_unknown = tl.load(drawn_at + slot, mask=written == 0, other=1) == 0
+                reason = tl.where(is_unknown, _EMPTY, reason)
+            first = tl.minimum(first, tl.min(tl.where(in_batch & (reason != 0), rows, count), axis=0))
+        tl.store(kept + rows, tl.where(reason == 0, slot, -reason), mask=in_batch)
+        tl.store(kept_d + rows, priority.to(tl.float32).to(tl.int32, bitcast=True), mask=in_batch)
+    tl.debug_barrier()
+    tl.store(result, -tl.load(kept + first, mask=first < count, other=0))
+    tl.store(result + 1, first.to(tl.int64))
+    tl.debug_barrier()
+    # the bits of floats >= 0 are ordered like the floats
+    best = tl.cast(0, tl.int32)
+    for start in range(0, count, num_rows):
+        rows = start + tl.arange(0, num_rows)
+        in_batch = (rows < count) & (first == count)
+        slot = tl.load(kept + rows, mask=in_batch, other=-1)
+        is_usable = slot >= 0
+        written = tl.load(generation + slot, mask=is_usable, other=0)
         is_late = written == 0
         if stamp is not None:
-            is_late = is_late | (tl.load(stamp + rows, mask=usable, other=0) != written)
+            is_late = is_late | (tl.load(stamp + rows, mask=is_usable, other=0) != written)
         else:
-            last = tl.load(drawn_at + slot, mask=usable, other=0)
+            last = tl.load(drawn_at + slot, mask=is_usable, other=0)
             is_late = is_late | ((oldest <= before) & (last < 0) & (now + last < _WINDOW))
-        keeps = usable & (is_late == 0)
-        add(counts, tl.sum((usable & is_late).to(tl.int64), axis=0))
-        add(counts + 1, tl.sum((in_batch & (reason != 0)).to(tl.int64), axis=0))
-        # as it is stored, in float32
-        priority = priority.to(tl.float32)
-        best = tl.maximum(best, tl.max(tl.where(keeps, priority, 0.0), axis=0).to(tl.float64))
+        keeps = is_usable & (is_late == 0)
+        add(counts, tl.sum((is_usable & is_late).to(tl.int64), axis=0))
+        add(counts + 1, tl.sum((in_batch & (slot < 0)).to(tl.int64), axis=0))
+        best = tl.maximum(best, tl.max(tl.load(kept_d + rows, mask=keeps, other=0), axis=0))
         tl.store(kept + rows, tl.where(keeps, slot, -1), mask=rows < count)
-        tl.store(kept_d + rows, tl.where(keeps, priority, 0.0), mask=rows < count)
-        tl.store(d + slot, 0.0, mask=keeps)
+        # the last row of a slot leaves the largest mark
+        tl.atomic_max(d + slot, rows + _MARK, mask=keeps, sem="relaxed")
+    tl.store(largest, tl.maximum(tl.load(largest), best.to(tl.float32, bitcast=True).to(tl.float64)))
     tl.debug_barrier()
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(kept + rows, mask=rows < count, other=-1)
-        # the bits of floats >= 0 are ordered like the floats
-        bits = tl.load(kept_d + rows, mask=rows < count, other=0.0).to(tl.int32, bitcast=True)
-        tl.atomic_max(d_bits + slot, bits, mask=slot >= 0)
+        last = tl.load(d + slot, mask=slot >= 0, other=0) - _MARK
+        priority = tl.load(kept_d + rows, mask=slot >= 0, other=0)
+        tl.atomic_max(kept_d + last, priority, mask=slot >= 0, sem="relaxed")
+        tl.store(kept + rows, tl.where(last == rows, slot, -1), mask=rows < count)
     tl.debug_barrier()
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(kept + rows, mask=rows < count, other=-1)
-        # one row of a slot gets its largest priority, the others get the mark that this row leaves
-        bits = tl.atomic_xchg(d_bits + slot, _MARK, mask=slot >= 0)
-        is_it = (slot >= 0) & (bits != _MARK)
-        tl.store(kept + rows, tl.where(is_it, slot, -1), mask=rows < count)
-        tl.store(kept_d + rows, tl.where(is_it, bits.to(tl.float32, bitcast=True), 0.0), mask=rows < count)
-    tl.debug_barrier()
-    for start in range(0, count, num_rows):
-        rows = start + tl.arange(0, num_rows)
-        slot = tl.load(kept + rows, mask=rows < count, other=-1)
-        tl.store(d + slot, tl.load(kept_d + rows, mask=slot >= 0, other=0.0), mask=slot >= 0)
-    tl.store(largest, best)
-    tl.store(result, tl.where(goes_on, 0, why).to(tl.int64))
-    tl.store(result + 1, tl.cast(first, tl.int64))
+        priority = tl.load(kept_d + rows, mask=slot >= 0, other=0)
+        tl.store(kept_d + rows, priority, mask=rows < count)
+        tl.store(d + slot, priority, mask=slot >= 0)
 
 
 def drawn(generation, slots, density, smallest, beta, number, drawn_at, draws, weight, stamp):
@@ -181,9 +161,8 @@ def update(
     capacity, alpha, slots, error, stamp, refuses, kept, kept_d, result,
 ):  # fmt: skip
     """See the loop of the same name. The rows of ``kept`` stay where they are in the batch."""
-    in_one_block(
-        _update, _TOGETHER, len(slots), slots, error, some(stamp), generation, drawn_at, draws, d, d.view(torch.int32),
-        largest, counts, limit, eps, smallest, kept, kept_d, result, len(generation), squared=squared, refuses=refuses,
-    )  # fmt: skip
+    state = generation, drawn_at, draws, d.view(torch.int32), largest, counts, limit, eps, smallest
+    rows = slots, error, some(stamp), kept, kept_d.view(torch.int32), result, len(generation)
+    in_one_block(_update, _TOGETHER, len(slots), *state, *rows, squared=squared, refuses=refuses)
     if capacity:
         write_power(leaves, nodes, minima, pages, capacity, kept, kept_d, alpha)
