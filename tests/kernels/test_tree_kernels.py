@@ -37,6 +37,12 @@ def test_all_implementations_write_the_same(run, capacity, paged):
         for mass in (torch.randint(0, 2**40, (count,)), *torch.randint(0, 4, (3, count)), 7, 0):
             tree.write(index, mass)
             run(other.write, index, mass)
+            if run.is_cuda:
+                # any of the duplicates wins
+                found, given = other.get(index), torch.as_tensor(mass).expand(count)
+                wins = (index.unsqueeze(1) == index) & (found.unsqueeze(1) == given)
+                assert (wins.any(1) | (index < 0) | (index >= capacity)).all()
+                tree.write(index, found)
             assert_equal(tensors_of(tree), tensors_of(other))
     # leaves that are in use: those that end the last page are not
     for each in (tree, other):
@@ -47,6 +53,19 @@ def test_all_implementations_write_the_same(run, capacity, paged):
     run(other.write, torch.arange(capacity), torch.zeros(capacity, dtype=torch.int64))
     assert int(other.total()) == 0 and int(other.nodes.abs().max()) == 0
     assert other.minima.eq(layouts.NOTHING).all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_large_write_in_several_thread_blocks(run, paged, monkeypatch):
+    if run.is_cuda:
+        monkeypatch.setattr("torchrl_replay_ext.kernels.cuda.tree._MANY", 100)
+    tree = a_tree(1000, paged)
+    other = copy.deepcopy(tree)
+    for count in (99, 100, 700):
+        index, mass = torch.randperm(1000)[:count], torch.randint(0, 2**40, (count,))
+        tree.write(index, mass)
+        run(other.write, index, mass)
+        assert_equal(tensors_of(tree), tensors_of(other))
 
 
 @pytest.mark.parametrize("capacity, paged", TREES)

@@ -134,7 +134,7 @@ class SumTree:
 
         Args:
             index: the leaves, int64 [n]. Rows with an index outside [0, capacity) are skipped. Of duplicates the last
-                one wins.
+                one wins, on CUDA any one.
             mass: int64 [n] or [1], or one number, >= 0.
         """
         mass = _numbers(mass) if isinstance(mass, Tensor) else index.new_full((1,), mass, dtype=torch.int64)

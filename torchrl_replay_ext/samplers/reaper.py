@@ -36,7 +36,8 @@ class ReaPERSampler(PowerSampler):
     :class:`~torchrl.data.TensorDictReplayBuffer` with a round-robin writer.
 
     Every draw follows the current Ψ: transitions are proposed in proportion to d^α and accepted with probability R^ω,
-    where R is computed from prefix sums. An update costs O(log N) for any episode length.
+    where R is computed from prefix sums. An update costs O(log N) for any episode length. On CUDA, a row that rejects
+    65,536 proposals gets the last one.
 
     Departures from the paper:
 

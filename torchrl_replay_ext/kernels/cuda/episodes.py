@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from torchrl_replay_ext.kernels import episodes as loops
 from torchrl_replay_ext.kernels.cuda.launch import add, in_one_block, jit, some, within
@@ -29,32 +28,28 @@ class Episodes(NamedTuple):
     totals: Tree
     tree: Tree
     num_slots: int
-    position_of: Tensor
-    num_lanes: int
-    span: int
-    lane_total: Tensor
-    episode: Tensor
-    start_of: Tensor
-    is_finished: Tensor
-    updated_at: Tensor
+    # without those of the trees
+    arrays: loops.Episodes
     # of draws only
     least_largest: int = 0
     generation: Any = None
 
 
-def episodes_of(leaves: Tensor, nodes: Tensor, pages: Tensor, capacity: int, *arrays: Any) -> Episodes:
+def episodes_of(*arrays: Any) -> Episodes:
     """The argument of a kernel, from the arguments of a loop with or without ``least_largest`` and ``generation``."""
-    episode, start_of, _, _, totals, maxima = arrays[4:10]
-    trees = tree_of(totals, maxima, None, len(start_of)), tree_of(leaves, nodes, some(pages), capacity)
-    return Episodes(*trees, len(episode), *arrays[:8], *arrays[10:])
+    e, reads = loops.Episodes(*arrays[:14]), arrays[14:]
+    totals = tree_of(e.totals, e.maxima, None, len(e.start_of))
+    tree = tree_of(e.leaves, e.nodes, some(e.pages), e.capacity)
+    without_trees = e._replace(leaves=None, nodes=None, pages=None, capacity=None, totals=None, maxima=None)
+    return Episodes(totals, tree, len(e.episode), without_trees, *reads)
 
 
 @jit
 def position_of(episodes, slot):
     """The position, perhaps out of range, of a slot in range."""
-    position = slot % episodes.num_lanes * episodes.span + slot // episodes.num_lanes
+    position = slot % episodes.arrays.num_lanes * episodes.arrays.span + slot // episodes.arrays.num_lanes
     if episodes.tree.pages is not None:
-        position = tl.load(episodes.position_of + slot).to(tl.int64)
+        position = tl.load(episodes.arrays.position_of + slot).to(tl.int64)
     return position
 
 
@@ -63,7 +58,7 @@ def _set_masses(episodes, record, position, mass, mask):
     """Set the masses at distinct positions. The order does not matter."""
     change = put(episodes.tree, position, mass, mask)
     add(episodes.totals.leaves + record, change, mask)
-    add(episodes.lane_total + within(position // episodes.span, episodes.num_lanes), change, mask)
+    add(episodes.arrays.lane_total + within(position // episodes.arrays.span, episodes.arrays.num_lanes), change, mask)
 
 
 @jit
@@ -78,20 +73,16 @@ def _load(changes, rows, end, count):
 
 @jit
 def _set_index(episodes, slot, record, position, block, page, mask):
-    tl.store(episodes.episode + slot, record, mask=mask)
+    tl.store(episodes.arrays.episode + slot, record, mask=mask)
     if episodes.tree.pages is not None:
-        tl.store(episodes.position_of + slot, position, mask=mask)
+        tl.store(episodes.arrays.position_of + slot, position, mask=mask)
         tl.store(episodes.tree.pages + block, page, mask=mask & (page >= 0))
 
 
 @jit
-def _refresh(episodes, records, count, num_rows: tl.constexpr):
-    refresh(episodes.totals, episodes.totals.nodes, records, count, False, 64 if num_rows > 64 else num_rows)
-
-
-@jit
 def _apply(episodes, changes, d, number, num_removed, count, num_rows: tl.constexpr):
-    none, empty = tl.cast(episodes.totals.capacity, tl.int64) - 1, tl.cast(episodes.num_lanes, tl.int64) * episodes.span
+    none = tl.cast(episodes.totals.capacity, tl.int64) - 1
+    empty = tl.cast(episodes.arrays.num_lanes, tl.int64) * episodes.arrays.span
     # The last transition of a page is the last one that is removed: no later row needs the page.
     for start in range(0, num_removed, num_rows):
         rows = start + tl.arange(0, num_rows)
@@ -99,22 +90,22 @@ def _apply(episodes, changes, d, number, num_removed, count, num_rows: tl.conste
         _set_masses(episodes, record, position, tl.zeros_like(position), position >= 0)
         tl.debug_barrier()
         _set_index(episodes, slot, none, empty, position >> _PAGE_BITS, page, position >= 0)
-        tl.store(episodes.start_of + record, first, mask=position >= 0)
+        tl.store(episodes.arrays.start_of + record, first, mask=position >= 0)
     tl.debug_barrier()
     for start in range(num_removed, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot, position, record, page, marks = _load(changes, rows, count, count)
         begins, ends = (position >= 0) & ((marks & _BEGINS) != 0), (position >= 0) & ((marks & _ENDS) != 0)
         _set_index(episodes, slot, record, position, position >> _PAGE_BITS, page, position >= 0)
-        tl.store(episodes.start_of + record, position, mask=begins)
-        tl.store(episodes.updated_at + record, 0, mask=begins)
-        tl.store(episodes.is_finished + record, False, mask=begins)
+        tl.store(episodes.arrays.start_of + record, position, mask=begins)
+        tl.store(episodes.arrays.updated_at + record, 0, mask=begins)
+        tl.store(episodes.arrays.is_finished + record, False, mask=begins)
         tl.debug_barrier()
         _set_masses(episodes, record, position, mass_of(tl.load(d)) + tl.zeros_like(position), position >= 0)
-        tl.store(episodes.updated_at + record, tl.load(number) + 1, mask=ends)
-        tl.store(episodes.is_finished + record, (marks & _FINISHED) != 0, mask=ends)
+        tl.store(episodes.arrays.updated_at + record, tl.load(number) + 1, mask=ends)
+        tl.store(episodes.arrays.is_finished + record, (marks & _FINISHED) != 0, mask=ends)
     tl.debug_barrier()
-    _refresh(episodes, changes + _RECORD * count, count, num_rows)
+    refresh(episodes.totals, episodes.totals.nodes, changes + _RECORD * count, count, False, num_rows)
 
 
 @jit
@@ -123,18 +114,17 @@ def _update(episodes, slots, d, number, records, count, is_one: tl.constexpr, nu
     for start in range(0, count, num_rows):
         rows = start + tl.arange(0, num_rows)
         slot = tl.load(slots + rows, mask=rows < count, other=-1)
-        in_range = (slot >= 0) & (slot < episodes.num_slots)
-        slot = tl.where(in_range, slot, 0)
-        record = tl.load(episodes.episode + slot).to(tl.int64)
-        mask = in_range & (record >= 0) & (record < none)
+        inside = within(slot, episodes.num_slots)
+        record = tl.load(episodes.arrays.episode + inside).to(tl.int64)
+        mask = (inside == slot) & (record >= 0) & (record < none)
         tl.store(records + rows, tl.where(mask, record, -1), mask=rows < count)
         new = mass_of(tl.load(d + (0 if is_one else 1) * rows, mask=mask, other=0.0))
-        position = within(position_of(episodes, slot), episodes.tree.capacity)
+        position = within(position_of(episodes, inside), episodes.tree.capacity)
         _set_masses(episodes, record, position, new, mask)
         if number is not None:
-            tl.store(episodes.updated_at + record, tl.load(number), mask=mask)
+            tl.store(episodes.arrays.updated_at + record, tl.load(number), mask=mask)
     tl.debug_barrier()
-    _refresh(episodes, records, count, num_rows)
+    refresh(episodes.totals, episodes.totals.nodes, records, count, False, num_rows)
 
 
 def apply(changes, num_removed, d, num_writes, *episodes):

@@ -15,8 +15,6 @@ from torchrl_replay_ext.functional import METHODS, table_ends
 from torchrl_replay_ext.kernels.cuda import tree as trees
 from torchrl_replay_ext.kernels.cuda.launch import for_each, jit, random_number, some, within
 
-_MULTINOMIAL = METHODS.index("multinomial")
-
 
 class Tables(NamedTuple):
     """Where the entries of tables are, as one argument of a kernel."""
@@ -110,10 +108,10 @@ def draw(
     used[:1].add_(used.sum() <= 0)
     torch.div(used, used.sum(), out=eta)
     # numbers after those of the rows: of their order and of their tables
-    u = seed.new_empty(4 * count + 1, dtype=torch.float64)
+    u = seed.new_empty(4 * count, dtype=torch.float64)
     for_each(random_number, seed, None, u)
     order, first = u[count : 2 * count], u[3 * count :]
-    ends_of_rows = table_ends(eta, count, METHODS[allocation], first[: count if allocation == _MULTINOMIAL else 1])
+    ends_of_rows = table_ends(eta, count, METHODS[allocation], first)
     torch.searchsorted(ends_of_rows, order.argsort(), right=True, out=table)
     tables = _tables_of(position_of, len(counts)), eta / total.clamp_min(1), leaves, len(leaves)
     tree = trees.tree_of(leaves, nodes, some(pages), len(slot_at))

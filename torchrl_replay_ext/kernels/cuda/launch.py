@@ -56,10 +56,9 @@ def _each(function: tl.constexpr, state, index, results, count, num_rows: tl.con
         given = tl.load(index + given)
     found = function(state, given)
     if len(results) == 1:
-        tl.store(results[0] + rows, found, mask=rows < count)
-    else:
-        for number in tl.static_range(len(results)):
-            tl.store(results[number] + rows, found[number], mask=rows < count)
+        found = (found,)
+    for number in tl.static_range(len(results)):
+        tl.store(results[number] + rows, found[number], mask=rows < count)
 
 
 def for_each(function: Any, state: Any, index: Tensor | None, *results: Tensor, num_rows: int = 64) -> None:
