@@ -1,7 +1,6 @@
 """Anneal and the hyperparameters that follow it: values, limits, errors and saved states."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -20,12 +19,6 @@ def test_anneal_holds_numbers():
     schedule = Anneal(torch.tensor(0.25), torch.tensor([1.0]), torch.tensor(10))
     assert [type(value) for value in dataclasses.astuple(schedule)] == [float, float, int]
     assert schedule == Anneal(0.25, 1.0, 10.0)
-
-
-@pytest.mark.parametrize("num_updates", [0, -1, 2.5, math.inf, math.nan])
-def test_anneal_refuses(num_updates):
-    with pytest.raises(ValueError, match=rf"Anneal\(num_updates={num_updates}\): num_updates must be an integer >= 1"):
-        Anneal(0.4, 1.0, num_updates)
 
 
 def test_set_restarts():
@@ -49,15 +42,6 @@ def test_a_limit_that_is_exceeded_by_rounding_is_the_limit(value, limit):
     for _ in range(3):
         schedule.step()
     assert schedule.value == limit
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(1.000002, "1.000002"), (2, "2"), (-1e-5, "-1e-05"), (1.0 + 1e-5, None), (Anneal(0.5, 1.5, 3), "1.5")],
-)
-def test_an_error_shows_the_value_that_it_refuses(value, shown):
-    with pytest.raises(ValueError, match=rf"\(beta={shown or value}\): beta must be in \[0, 1\]\."):
-        beta(value, high=1.0)
 
 
 @pytest.mark.parametrize("value", [-1.0, Anneal(0.5, 9.0, 3)])

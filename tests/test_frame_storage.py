@@ -208,18 +208,3 @@ def test_a_graph_on_an_accelerator_cannot_write():
         data = StackedStreams(1).rollout([0] * 3)
         with device.capturing(), pytest.raises(RuntimeError, match="cannot write frames; call extend outside of it"):
             rb.extend(data)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"frame_capacity": 9}, ValueError, r"frame_capacity=9\): frame_capacity must be an integer >= 10"),
-        ({"max_size": -1}, ValueError, r"\(max_size=-1\): max_size must be an integer >= 1"),
-        ({"max_size": 2.5}, ValueError, r"\(max_size=2.5\): max_size must be an integer >= 1"),
-        ({"frame_key": 5}, TypeError, "frame_key"),
-        ({"episodes": 5}, TypeError, "episodes must be an Episodes object"),
-    ],
-)
-def test_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        FrameStackStorage(**{"max_size": 10, **arguments})
