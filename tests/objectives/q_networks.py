@@ -44,6 +44,7 @@ def experience(*shape, seed=0):
         {
             "observation": torch.randn(*shape, OBSERVATION, **double),
             "action": action.squeeze(-1),
+            "logits": logits,
             "action_log_prob": logits.log_softmax(-1).gather(-1, action).squeeze(-1),
             "next": {
                 "observation": torch.randn(*shape, OBSERVATION, **double),

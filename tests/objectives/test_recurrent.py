@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torch.distributions import Categorical
 from torchrl.modules import LSTMModule, ProbabilisticActor, set_recurrent_mode
 
 from tests.data import buffer_with
-from tests.objectives.q_networks import ACTIONS, GAMMA, OBSERVATION, estimator_of
+from tests.objectives.q_networks import ACTIONS, GAMMA, OBSERVATION, estimator_of, experience
 from tests.objectives.trajectories import averaged, q_ret_of
 from torchrl_replay_ext import ACERLoss, ProportionalSampler, TrajectoryRetraceSampler
 
@@ -33,79 +32,55 @@ class Recurrent:
         self.q_network = TensorDictSequential(self.lstm, self.critic)
         self.rows = self.collect()
 
-    def step(self, observation, state):
-        """Features [HIDDEN] of a state, and the hidden state after it, from torch's LSTM."""
-        features, state = self.lstm.lstm(observation.unsqueeze(0), state)
-        return features.squeeze(0), state
+    def run(self, observation, state):
+        """Features [N, HIDDEN] of states, and the hidden states after them, [1, N, HIDDEN] each, from torch's LSTM."""
+        features, state = self.lstm.lstm(observation.unsqueeze(1), state)
+        return features.squeeze(1), state
 
     @torch.no_grad()
     def collect(self):
-        """Rows [B, T] that start anywhere in an episode; V(x_{t+1}) is stored in "expected"."""
-        rows = []
-        for _ in range(ROWS):
-            steps, initial = [], True
-            for _ in range(BEFORE + TIME):
-                if initial:
-                    state = torch.zeros(2, 1, HIDDEN, dtype=torch.float64).unbind()
-                    observation = torch.randn(OBSERVATION, dtype=torch.float64)
-                features, behind = self.step(observation, state)
-                following = torch.randn(OBSERVATION, dtype=torch.float64)
-                terminated, truncated = torch.rand(2) < 0.2
-                # the features of the next state, in the same episode
-                after = self.step(following, behind)[0]
-                logits, mu = self.policy_head(features), torch.randn(ACTIONS, dtype=torch.float64)
-                q = self.value_head(after)
-                action = torch.randint(ACTIONS, ())
-                steps.append(
-                    TensorDict(
-                        {
-                            "observation": observation,
-                            "h": state[0],
-                            "c": state[1],
-                            "is_init": torch.tensor([initial]),
-                            "logits": mu,
-                            "action": action,
-                            "action_log_prob": mu.log_softmax(-1)[action],
-                            "next": {
-                                "observation": following,
-                                "h": behind[0],
-                                "c": behind[1],
-                                "is_init": torch.tensor([False]),
-                                "reward": torch.randn(1, dtype=torch.float64),
-                                "done": (terminated | truncated).unsqueeze(0),
-                                "terminated": terminated.unsqueeze(0),
-                            },
-                            "expected": {
-                                "q": self.value_head(features),
-                                "pi": logits.softmax(-1),
-                                "next_value": self.policy_head(after).softmax(-1) @ q,
-                                "next_max": q.max(),
-                            },
-                        }
-                    )
-                )
-                initial, state, observation = bool(terminated | truncated), behind, following
-            rows.append(torch.stack(steps[BEFORE:]))
-        return torch.stack(rows)
+        """Rows [B, T] that start anywhere in an episode."""
+        rows = experience(ROWS, BEFORE + TIME)
+        observation, following, done = rows["observation"], rows["next", "observation"], rows["next", "done"]
+        before, after, state = [], [], torch.zeros(2, 1, ROWS, HIDDEN, dtype=torch.float64)
+        for t in range(BEFORE + TIME):
+            if t > 0:
+                observation[:, t] = torch.where(done[:, t - 1], observation[:, t], following[:, t - 1])
+            before.append(state)
+            after.append(torch.stack(self.run(observation[:, t], state.unbind())[1]))
+            state = after[-1] * ~done[:, t]
+        for part, states in ((rows, before), (rows["next"], after)):
+            part["h"], part["c"] = torch.stack(states, 3).movedim(1, 3)
+            part["is_init"] = torch.zeros_like(done)
+        rows["is_init"][:, 0] = True
+        rows["is_init"][:, 1:] = done[:, :-1]
+        return rows[:, BEFORE:]
+
+    @torch.no_grad()
+    def of_states(self, rows):
+        """Q and the policy of each state, [*, ACTIONS], from the hidden state that is stored with it."""
+        flat = rows.select("observation", "h", "c").reshape(-1)
+        features, _ = self.run(flat["observation"], (flat["h"].transpose(0, 1), flat["c"].transpose(0, 1)))
+        features = features.reshape(*rows.shape, HIDDEN)
+        return self.value_head(features), self.policy_head(features).softmax(-1)
 
 
-def values(rows, policy="actor"):
+def values(setting, rows, policy="actor"):
     """Q^ret by the loop of Algorithm 2, and Q of the actions taken, [B, T]; steps use values of their own episode."""
-    action, q = rows["action"].unsqueeze(-1), rows["expected", "q"]
-    if policy == "actor":
-        pi, v_next = rows["expected", "pi"], rows["expected", "next_value"]
-    else:
-        pi, v_next = nn.functional.one_hot(q.argmax(-1), ACTIONS), rows["expected", "next_max"]
-    rho = (pi / rows["logits"].softmax(-1)).gather(-1, action)
-    taken = q.gather(-1, action)
-    return q_ret_of(rows, GAMMA, rho, taken, v_next.unsqueeze(-1)).squeeze(-1), taken.squeeze(-1)
+    (q, pi), (q_next, pi_next) = setting.of_states(rows), setting.of_states(rows["next"])
+    if policy == "greedy":
+        pi, pi_next = (nn.functional.one_hot(each.argmax(-1), ACTIONS) for each in (q, q_next))
+    action = rows["action"].unsqueeze(-1)
+    rho, taken = (pi / rows["logits"].softmax(-1)).gather(-1, action), q.gather(-1, action)
+    v_next = (pi_next * q_next).sum(-1, keepdim=True)
+    return q_ret_of(rows, GAMMA, rho, taken, v_next).squeeze(-1), taken.squeeze(-1)
 
 
 def assert_values_of_episodes(setting, rows, valid):
     """Compare ACER's errors of valid steps with the loop; returns the loss and the batch."""
     loss = averaged(ACERLoss(setting.actor, setting.critic, gamma=GAMMA, reduction="none"))
-    batch = rows.exclude("expected", "priority_weight")
-    result, (q_ret, taken) = loss(batch), values(rows)
+    batch = rows.exclude("priority_weight")
+    result, (q_ret, taken) = loss(batch), values(setting, rows)
     error = (q_ret - taken)[valid].square()
     torch.testing.assert_close(result["loss_qvalue"][valid], 0.5 * error, rtol=0, atol=1e-10)
     torch.testing.assert_close(batch["td_error"][valid], error, rtol=0, atol=1e-10)
@@ -120,9 +95,9 @@ def test_the_estimator_keeps_the_hidden_states_of_episodes_apart(policy, over_ti
     estimator = estimator_of(
         value_network=setting.q_network, actor_network=setting.actor if policy == "actor" else None
     )
-    expected, _ = values(setting.rows, policy)
+    expected, _ = values(setting, setting.rows, policy)
     with set_recurrent_mode(over_time):
-        result = estimator.value_estimate(setting.rows.exclude("expected"))
+        result = estimator.value_estimate(setting.rows.clone())
     torch.testing.assert_close(result.squeeze(-1), expected, rtol=0, atol=1e-10)
 
 
@@ -143,7 +118,7 @@ def test_acer_evaluates_replayed_slices_from_the_recurrent_state_stored_at_their
     assert inside.any() and slices["is_init"].any() and not valid.all()
     loss, batch = assert_values_of_episodes(setting, slices, valid)
     # other states at the starts of slices inside episodes, as with zeros, give other values
-    zeros = slices.exclude("expected", "priority_weight").clone()
+    zeros = slices.exclude("priority_weight").clone()
     zeros["h"][:, 0], zeros["c"][:, 0] = 0, 0
     loss(zeros)
     changed = (zeros["td_error"] != batch["td_error"])[:, 0]

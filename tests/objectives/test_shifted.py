@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.emulated_device import EmulatedDevice
 from tests.objectives import test_acer as discrete
@@ -19,7 +18,7 @@ from tests.objectives.acer_settings import LAYOUTS, both, name_of, of_both, sett
 from tests.objectives.q_networks import estimator_of, experience, mlp, naive
 from tests.objectives.test_recurrent import Recurrent
 from tests.objectives.trajectories import assert_same, assert_same_gradients, averaged, gradients, losses
-from torchrl_replay_ext import ACERLoss, TrajectoryRetraceSampler
+from torchrl_replay_ext import ACERLoss
 
 ROWS, TIME = 4, 9
 
@@ -82,27 +81,6 @@ def test_slices_have_the_losses_of_two_passes(acer, arguments, mask):
     expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
     assert_same(result, expected, 1e-12)
     assert_same_gradients(*(gradients(losses(x), setting.parameters) for x in (result, expected)), 1e-12)
-
-
-@both
-def test_samples_of_the_sampler_have_the_losses_of_two_passes(acer):
-    setting, count = setting_of(acer), 400
-    steps: Any = torch.cat([acer.rows()[:1] for _ in range(count // TIME + 1)], 1)[0, :count]
-    # episodes of 1 to 6 steps, and x_{t+1} of the next step; half of the episodes are truncated
-    done = (torch.rand(count, 1) < 0.3) | (torch.arange(count) % 6 == 5).unsqueeze(1)
-    steps["observation"] = torch.randn(count, 3, dtype=torch.float64)
-    following = torch.where(done, torch.randn(count, 3, dtype=torch.float64), steps["observation"].roll(-1, 0))
-    steps["next", "observation"], steps["next", "done"] = following, done
-    steps["next", "terminated"] = done & (torch.rand(count, 1) < 0.5)
-    sampler = TrajectoryRetraceSampler(slice_len=5, behaviour_keys=acer.BEHAVIOUR)
-    # the ring overwrites the first steps
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(300), sampler=sampler, batch_size=320)
-    for part in steps.split(80):
-        buffer.extend(part)
-    batch = buffer.sample().reshape(-1, 5)
-    assert 0.2 < batch["collector", "mask"].double().mean() < 0.9
-    expected, result = setting.loss(batch.clone()), setting.loss(batch, shifted=True)
-    assert_same(result, expected, 1e-10)
 
 
 @both
@@ -175,8 +153,7 @@ def test_an_accelerator_is_not_waited_for(acer):
 def test_recurrent_networks_are_refused():
     setting = Recurrent()
     loss = averaged(ACERLoss(setting.actor, setting.critic))
-    rows: Any = setting.rows
-    batch = rows.exclude("expected")
+    batch: Any = setting.rows
     with pytest.raises(ValueError, match=r"ACERLoss\(shifted=True\): a recurrent network .* use shifted=False"):
         loss(batch, shifted=True)
     estimator = estimator_of(value_network=setting.q_network, shifted=True)

@@ -9,11 +9,7 @@ from torch.distributions import Normal
 from torchrl.modules import TanhNormal
 
 from tests.objectives.test_acer_continuous import BOTH, STATISTICS, Setting, distribution, policy_step, rows
-from tests.objectives.trajectories import (
-    Sums,
-    assert_agrees,
-    episodes,
-)
+from tests.objectives.trajectories import Sums, assert_agrees, episodes
 
 
 def appendix_e2(setting: Setting, batch: TensorDict) -> Sums:

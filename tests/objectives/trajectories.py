@@ -57,14 +57,18 @@ def episodes(rows: TensorDict) -> Iterator[list[tuple[int, int]]]:
 
 
 def algorithm_2(
-    gamma: float, coefficient: Any, q: Tensor, v_next: Tensor, reward: Tensor, done: Tensor, terminated: Tensor
+    gamma: Any, coefficient: Any, q: Tensor, v_next: Tensor, reward: Tensor, done: Tensor, terminated: Tensor
 ) -> Tensor:
-    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` is ρ̄_i (c_i in Algorithm 3)."""
+    """The inner loop of Algorithms 2 and 3 for one row [T]; ``coefficient`` is ρ̄_i (c_i in Algorithm 3).
+
+    ``gamma`` may be a number or of shape [T].
+    """
+    discount = torch.as_tensor(gamma, dtype=torch.float64).expand(len(reward))
     result: list[Any] = [None] * len(reward)
     for i in reversed(range(len(reward))):
         if i == len(reward) - 1 or done[i]:
             q_ret = torch.zeros_like(v_next[i]) if terminated[i] else v_next[i]
-        q_ret = reward[i] + gamma * q_ret
+        q_ret = reward[i] + discount[i] * q_ret
         result[i] = q_ret
         if i > 0:
             # V_i is the value of the state that step i − 1 led to
