@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,26 +18,6 @@ from tests.settings import FLAT, HISTORY, LAYOUTS, Setting
 from torchrl_replay_ext import EventTables, EventTableSampler, FrameStackStorage, TrajectoryRetraceSampler
 
 DEPTH = 2
-
-
-@dataclass
-class Batch:
-    """Drawn rows: their slots, and the write in each of these at the draw."""
-
-    data: TensorDict
-    slots: list[int]
-    stamps: list[int]
-
-    def __getitem__(self, rows: list[int]) -> Batch:
-        columns: Any = ([column[row] for row in rows] for column in (self.slots, self.stamps))
-        return Batch(self.data[torch.tensor(rows)], *columns)
-
-    def __add__(self, other: Batch) -> Batch:
-        columns = (getattr(self, name) + getattr(other, name) for name in ("slots", "stamps"))
-        return Batch(torch.cat([self.data, other.data]), *columns)
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 class Modelled:
@@ -90,7 +69,8 @@ class Modelled:
         self.cursor = 0
         # number of the transition in each slot, and what :meth:`observed` returns for it
         self.content: dict[int, tuple[int, torch.Tensor]] = {}
-        self.late: list[Batch] = []
+        # drawn batches; "slot" and "stamp" of a row are its slot, and the write in it at the draw
+        self.late: list[TensorDict] = []
         self.tables: Any = None
         if self.sampler_has_tables:
             tables = self.tables_of()
@@ -99,6 +79,14 @@ class Modelled:
             specs = [(name, history, table) for name, (history, table) in HISTORY.items()]
             self.tables = NaiveTables(specs, sizes, None if self.pinned else self.setting.capacity)
             self.number_of: list[int] = []
+
+    def start_again(self) -> None:
+        """Model a new sampler, which has seen the stored transitions in their order, and environments that begin."""
+        self.environments.restart()
+        before, self.reference = self.reference, self.make_reference and self.make_reference()
+        if self.reference is not None:
+            for slot, stored in sorted(before.transitions.items(), key=lambda item: item[1].written):
+                self.reference.write(slot, stored.episode, stored.terminated, stored.truncated)
 
     # --- parts
 
@@ -169,6 +157,7 @@ class Modelled:
             data["is_init"] = torch.tensor([[step.initial] for step in steps])
         data["action"] = torch.rand(len(steps), 1)
         data["observation"] = (numbers % 4).float().unsqueeze(1)
+        data["next", "reward"] = torch.tensor([[-(step.episode % 3 + 0.9)] for step in steps])
         for name in HISTORY:
             data["next", name] = torch.tensor([[self.rng.random() < 0.15] for _ in steps])
         if self.frames_once:
@@ -254,7 +243,7 @@ class Modelled:
             return (index[:, 0] * self.setting.num_envs + index[:, 1]).tolist()
         return index.tolist()
 
-    def sample(self, count: int | None = None) -> Batch | None:
+    def sample(self, count: int | None = None) -> TensorDict | None:
         size = (count or self.rng.randint(1, 6)) * self.unit
         try:
             data = self.buffer.sample(size)
@@ -276,9 +265,9 @@ class Modelled:
             stamps = self.reference.stamps(slots)
             self.check_batch(data, slots)
             self.reference.draws.draw(slots)
-        batch = Batch(data, slots, stamps)
-        self.late.append(batch)
-        return batch
+        data["slot"], data["stamp"] = torch.tensor(slots), torch.tensor(stamps)
+        self.late.append(data)
+        return data
 
     def observed(self, data: TensorDict) -> torch.Tensor:
         """The observations of each row; with stacks of frames also the next ones."""

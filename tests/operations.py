@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from tests.data import linear_policy
-from tests.modelled import Batch, Modelled
+from tests.modelled import Modelled
 from tests.reference import Draws
 from tests.samplers.experience import Refuses
-from tests.settings import Setting, decoupled, events, proportional, rank, reaper, recency, slices
+from tests.settings import Setting, decoupled, events, proportional, rank, reaper, recency, rewards, slices
 from torchrl_replay_ext import DecoupledSampler
 from torchrl_replay_ext.core.layout import Layout
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
@@ -27,6 +28,7 @@ CASES: dict[str, Callable[[Setting, random.Random], dict[str, Any]]] = {
     "rank": rank,
     "reaper": reaper,
     "recency": recency,
+    "of one's own": rewards,
     "tables": partial(events, None, "ring"),
     "tables, pinned": partial(events, None, "pinned"),
     "tables, proportional": partial(events, "proportional", "ring"),
@@ -115,25 +117,25 @@ class Driven(Modelled):
         chosen = [self.late.pop(self.rng.randrange(len(self.late))) for _ in range(min(len(self.late), 2))]
         way = self.rng.choice(["whole", "whole", "split", "shuffled", "joined", "repeated"])
         if way == "joined" and len(chosen) == 2:
-            chosen = [chosen[0] + chosen[1]]
+            chosen = [torch.cat(chosen)]
         for batch in chosen:
             # whole slices, because a padded row counts only beside the row that it repeats
             starts = self.rng.sample(range(0, len(batch), self.unit), len(batch) // self.unit)
             parts = {"split": [starts[::2], starts[1::2]], "shuffled": [starts]}.get(way, [])
             parts = [[start + step for start in part for step in range(self.unit)] for part in parts]
-            for part in [batch[part] for part in parts if part] or [batch] * (1 + (way == "repeated")):
+            for part in [batch[torch.tensor(part)] for part in parts if part] or [batch] * (1 + (way == "repeated")):
                 self.hand_back(part)
 
-    def hand_back(self, batch: Batch) -> None:
+    def hand_back(self, batch: TensorDict) -> None:
         """Update the priorities of drawn rows."""
         errors = self.td_errors(len(batch))
         if self.draws_slices:
             # as the losses do
-            errors *= batch.data["collector", "mask"].cpu()
-        batch.data["td_error"] = errors
+            errors *= batch["collector", "mask"].cpu()
+        batch["td_error"] = errors
         before = self.dropped_updates()
-        self.buffer.update_tensordict_priority(batch.data)
-        self.expect(before, batch.slots, errors.tolist(), batch.stamps)
+        self.buffer.update_tensordict_priority(batch)
+        self.expect(before, batch["slot"].tolist(), errors.tolist(), batch["stamp"].tolist())
 
     def expect(self, dropped: int, slots: list[int], errors: list[float], stamps: list[int] | None = None) -> None:
         """Update the reference with rows that were drawn, or with the caller's own; ``dropped``: late rows before."""
@@ -201,27 +203,33 @@ class Driven(Modelled):
         kind = self.rng.choice(["nan", "inf", "negative", "huge", "short", "long", "outside", "below", "float"])
         wrong = {"nan": float("nan"), "inf": float("inf"), "negative": -1.0, "huge": 3e38}
         if kind in wrong:
-            if kind == "huge" and (self.ranked or self.priorities.alpha < 0.6):
+            if kind == "huge" and (self.ranked or getattr(self.priorities, "alpha", 1.0) < 0.6):
                 return
             error[self.rng.randrange(count)] = wrong[kind]
         elif kind in ("short", "long"):
-            error = torch.ones(count + 1 if kind == "long" else count + 2)
+            error = torch.ones(count + 1 if kind == "long" else count - 1 or 2)
         elif kind == "float":
             index = index.float() + 0.5
         else:
-            index[self.rng.randrange(count)] = -1000 if kind == "below" else 1000
+            # in storages of several columns, only the column is out of range
+            index.reshape(count, -1)[self.rng.randrange(count), -1] = -1 if kind == "below" else self.outside
         if self.device == "cpu" or Layout((1,), torch.device("cpu")).validate or kind in ("short", "long", "float"):
             with self.refuses():
                 self.buffer.update_priority(index, error)
         else:
             self.left_out(index, slots, error)
 
+    @property
+    def outside(self) -> int:
+        """A column, or a slot, that is out of range."""
+        return self.setting.num_envs if self.setting.ndim == 2 else 1000
+
     def left_out(self, index: torch.Tensor, slots: list[int], error: torch.Tensor) -> None:
         """Check that an update of which one row is invalid changes only the others, and counts it."""
         before, dropped = int(self.buffer.sampler.stats()["rejected_updates"]), self.dropped_updates()
         self.buffer.update_priority(index, error)
         assert int(self.buffer.sampler.stats()["rejected_updates"]) == before + 1
-        inside = (index.reshape(len(slots), -1).abs() < 1000).all(1).tolist()
+        inside = ((index >= 0) & (index < self.outside)).reshape(len(slots), -1)[:, -1].tolist()
         rows = zip(slots, error.tolist(), inside, strict=True)
         valid = [(slot, value) for slot, value, is_inside in rows if is_inside and 0 <= value < 1e38]
         self.expect(dropped, [slot for slot, _ in valid], [value for _, value in valid])
@@ -257,8 +265,8 @@ class Driven(Modelled):
                 self.reference.draws.load()
             if batch is not None:
                 # drawn before the load: all rows are late
-                batch.data["td_error"] = self.td_errors(len(batch))
-                self.buffer.update_tensordict_priority(batch.data)
+                batch["td_error"] = self.td_errors(len(batch))
+                self.buffer.update_tensordict_priority(batch)
         elif kind == "into another":
             other = self.make()
             other.load_state_dict(copy.deepcopy(self.buffer.state_dict()))
@@ -279,8 +287,7 @@ class Driven(Modelled):
             self.buffer.sampler.policy = linear_policy()
         self.late.clear()
         if kind not in ("pickle", "deepcopy"):
-            # loaded episodes do not go on
-            self.environments.restart()
+            self.environments.load()
             if self.tables is not None:
                 self.tables.episodes.clear()
         if self.reference is not None and kind in ("into another", "dumps"):

@@ -73,18 +73,19 @@ class NaiveReplay(ABC):
         alpha=0.0,
         beta=0.0,
         eps=0.0,
+        min_priority=0.0,
         td_error="squared",
         weight_norm="buffer",
         max_priority_within_buffer=False,
     ):
         assert td_error in ("squared", "absolute") and weight_norm in ("buffer", "batch")
-        self.alpha, self.beta, self.eps = alpha, beta, eps
+        self.alpha, self.beta, self.eps, self.min_priority = alpha, beta, eps, min_priority
         self.td_error, self.weight_norm = td_error, weight_norm
         self.within_buffer = max_priority_within_buffer
         self.transitions: dict[int, Transition] = {}
         self.draws = Draws()
         self.writes = 0
-        self.maximum = 1.0
+        self.maximum = max(1.0, min_priority)
 
     def write(self, slot: int, episode: Hashable = None, terminated: bool = False, truncated: bool = False) -> None:
         """Write a transition to ``slot`` with the largest magnitude seen so far, or now in the buffer."""
@@ -111,8 +112,8 @@ class NaiveReplay(ABC):
             if updated.written != stamp:
                 continue
             absolute = math.sqrt(value) if self.td_error == "squared" else value
-            self.maximum = max(self.maximum, absolute + self.eps)
-            updated.magnitude, updated.updated = absolute + self.eps, True
+            updated.magnitude, updated.updated = max(absolute + self.eps, self.min_priority), True
+            self.maximum = max(self.maximum, updated.magnitude)
             for transition in self.transitions.values():
                 if transition is updated or transition.episode == updated.episode:
                     transition.waiting = False
@@ -140,7 +141,7 @@ class NaiveReplay(ABC):
     def empty(self) -> None:
         self.transitions.clear()
         self.draws.load()
-        self.maximum = 1.0
+        self.maximum = max(1.0, self.min_priority)
 
     @abstractmethod
     def criterion(self) -> dict[int, float]:
@@ -172,6 +173,16 @@ class NaivePER(NaiveReplay):
 
     def criterion(self) -> dict[int, float]:
         return {slot: transition.magnitude**self.alpha for slot, transition in self.transitions.items()}
+
+
+class NaiveRewards(NaiveReplay):
+    """P(i) ∝ d_i (|r_i| + 0.1); the rewards of episode e are -(e mod 3 + 0.9)."""
+
+    def __init__(self, **choices):
+        super().__init__(weight_norm="batch", **choices)
+
+    def criterion(self) -> dict[int, float]:
+        return {slot: t.magnitude * (t.episode % 3 + 1.0) for slot, t in self.transitions.items()}
 
 
 class NaiveRecency(NaiveReplay):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 from tests.data import linear_policy
-from tests.reference import (
-    NaivePER,
-    NaiveRanking,
-    NaiveReaPER,
-    NaiveRecency,
-    NaiveSlices,
-)
+from tests.reference import NaivePER, NaiveRanking, NaiveReaPER, NaiveRecency, NaiveRewards, NaiveSlices
+from tests.test_examples import GUIDES, blocks
 from torchrl_replay_ext import (
     DecoupledSampler,
     Episodes,
@@ -38,6 +35,7 @@ LAYOUTS = (*FLAT, "columns")
 OPTIONS = {
     "td_error": ["squared", "absolute"],
     "weight_norm": ["buffer", "batch"],
+    "min_priority": [0.0, 0.5, 3.0],
     "max_priority_within_buffer": [False, True],
     "truncated": ["finished", "ongoing"],
     "half_life": [0.5, 3, math.inf],
@@ -90,9 +88,26 @@ class Setting:
 
 
 def proportional(own: Setting, rng: random.Random) -> dict[str, Any]:
-    chosen = own.choose(rng, "td_error", "weight_norm", "max_priority_within_buffer")
+    chosen = own.choose(rng, "td_error", "weight_norm", "min_priority", "max_priority_within_buffer")
     sampler = ProportionalSampler(own.capacity, stratified=rng.random() < 0.5, **chosen)
     return {"sampler": sampler, "reference": partial(NaivePER, **chosen)}
+
+
+@cache
+def reward_sampler() -> Any:
+    """The class of the guide's page on samplers of one's own."""
+    (page,) = (page for page in GUIDES if page.name == "own_sampler.md")
+    (block,) = (block for block in blocks(page) if "class RewardSampler(" in block.code)
+    # pickle and torch's compiler look its names up in the module
+    module = sys.modules["module_of_the_guide"] = ModuleType("module_of_the_guide")
+    block.run(vars(module))
+    return vars(module)["RewardSampler"]
+
+
+def rewards(own: Setting, rng: random.Random) -> dict[str, Any]:
+    chosen = own.choose(rng, "td_error", "max_priority_within_buffer", "beta")
+    sampler = reward_sampler()(own.capacity, **chosen)
+    return {"sampler": sampler, "reference": partial(NaiveRewards, **chosen)}
 
 
 def rank(own: Setting, rng: random.Random) -> dict[str, Any]:

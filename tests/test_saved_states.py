@@ -1,20 +1,25 @@
 """States of other sizes, other entries or two moments are refused, and samplers that missed writes."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torchrl.checkpoint import Checkpoint
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import SAMPLERS, buffer_with, random_rows
+from tests.data import SAMPLERS, buffer_with, event_sampler, random_rows
 from tests.params import both_buffers
-from tests.samplers.experience import assert_same_state
+from tests.samplers.experience import Refuses, assert_same_state
 from tests.stacks import numbered_stacks
 from torchrl_replay_ext import (
+    EventTableSampler,
     EventTableWriter,
     FrameStackStorage,
     ProportionalSampler,
+    Quantile,
+    RankBasedSampler,
+    TrajectoryRetraceSampler,
 )
 
 SOME_SAMPLERS = ["proportional", "reaper", "slices", "tables"]
@@ -139,6 +144,35 @@ def test_stored_rows_with_other_entries_are_refused(change):
     with pytest.raises(ValueError, match=f"CompilableTensorStorage.load_state_dict: the stored rows have .*{key}"):
         buffer.load_state_dict(state)
     assert_same_state(buffer.state_dict(), before)
+
+
+def slices(anchors="uniform", slice_len=4):
+    return TrajectoryRetraceSampler(20, slice_len=slice_len, anchors=anchors)
+
+
+tables = partial(event_sampler, 20, "event")
+quantile = partial(event_sampler, 20, Quantile("number", 0.9, window=50))
+# samplers of a saved buffer and of one that loads its state, and the error
+OTHERS = {
+    "no anchors": (slices, lambda: slices(ProportionalSampler(20)), "load_state_dict"),
+    "anchors": (lambda: slices(RankBasedSampler(20)), lambda: slices(ProportionalSampler(20)), "load_state_dict"),
+    "slice_len": (lambda: slices(slice_len=3), slices, "load_state_dict"),
+    "sampler": (lambda: RankBasedSampler(20), lambda: ProportionalSampler(20), "another sampler"),
+    "capacities": (lambda: event_sampler(11, "event"), tables, "tables of other capacities"),
+    "names": (lambda: tables(name="other"), tables, r"the tables \['ring', 'default', 'other'\], this writer has"),
+    "window": (quantile, lambda: event_sampler(20, Quantile("number", 0.9, window=9)), r"end.recent has shape \(50,\)"),
+    "condition": (quantile, tables, "unexpected entries: end"),
+}
+
+
+@pytest.mark.parametrize(("saved", "loading", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_state_of_other_arguments_is_refused(saved, loading, message):
+    donor, buffer = (buffer_with(make(), 20) for make in (saved, loading))
+    for each in (donor, buffer):
+        each.extend(random_rows(20))
+    part = "writer" if isinstance(buffer.sampler, EventTableSampler) else "sampler"
+    with Refuses(buffer, ValueError, message, (part,)):
+        getattr(buffer, part).load_state_dict(getattr(donor, part).state_dict())
 
 
 @samplers_and_frames

@@ -4,23 +4,12 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 from torch.utils._pytree import tree_leaves
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyStackStorage,
-    LazyTensorStorage,
-    ListStorage,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyMemmapStorage, LazyStackStorage, LazyTensorStorage, ListStorage, TensorDictReplayBuffer
 
 from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows, rows
 from tests.params import both_buffers
 from tests.stacks import numbered_stacks
-from torchrl_replay_ext import (
-    CompilableReplayBuffer,
-    CompilableTensorStorage,
-    FrameStackStorage,
-    ProportionalSampler,
-)
+from torchrl_replay_ext import CompilableReplayBuffer, CompilableTensorStorage, FrameStackStorage, ProportionalSampler
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 CAPACITY = 20
@@ -277,17 +266,6 @@ def test_a_new_buffer_of_several_environments_goes_on_after_the_stored_rows(make
     rb = TensorDictReplayBuffer(storage=storage, writer=CompilableWriter(), dim_extend=0)
     rb.extend(steps(6, 3).reshape(1, 3))
     assert rb[:]["step"].flatten().tolist() == list(range(9))
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "uniform"])
-def test_samplers_of_a_new_buffer_go_on_after_the_stored_rows(name):
-    storage = CompilableTensorStorage(CAPACITY)
-    TensorDictReplayBuffer(storage=storage).extend(random_rows(12))
-    rb = buffer_with(SAMPLERS[name](CAPACITY), CAPACITY, compilable=True, storage=storage)
-    rb.extend(random_rows(4, first=12))
-    assert rb[:]["number"].tolist() == list(range(16))
-    if name != "tables":
-        assert set(rb.sample(400)["number"].tolist()) == set(range(16))
 
 
 def test_a_used_writer_keeps_its_position():

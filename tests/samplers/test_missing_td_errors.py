@@ -60,24 +60,16 @@ def test_a_compilable_buffer_names_the_key_and_changes_nothing(name, misspelt):
     assert rb.sampler.stats()["dropped_updates"] == 0
 
 
-@pytest.mark.parametrize("name", PRIORITIZED)
-def test_in_a_stock_buffer_it_is_harmless_and_counted(name):
-    rb = updated(make(name, stock=True))
+@pytest.mark.parametrize(("name", "unit"), [*((name, None) for name in PRIORITIZED), ("annealed", Sequence(length=3))])
+def test_in_a_stock_buffer_it_is_harmless_and_counted(name, unit):
+    rb = updated(make(name, stock=True, sample_unit=unit))
     batch, before = rb.sample(), visible(rb)
     for calls in (1, 2):
         with warned():
             rb.update_tensordict_priority(batch)
         assert_same_state(visible(rb), before)
-        assert rb.sampler.stats()["rejected_updates"] == calls * len(batch)
-
-
-def test_so_it_is_with_sequences():
-    rb = updated(make("annealed", stock=True, sample_unit=Sequence(length=3)))
-    batch, before = rb.sample(), visible(rb)
-    with warned():
-        rb.update_tensordict_priority(batch)
-    assert_same_state(visible(rb), before)
-    assert rb.sampler.stats()["rejected_updates"] == len(batch["anchor_index"].unique())
+        count = len(batch) if unit is None else len(batch["anchor_index"].unique())
+        assert rb.sampler.stats()["rejected_updates"] == calls * count
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "compilable"])

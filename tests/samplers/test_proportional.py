@@ -67,20 +67,6 @@ def test_priorities_of_very_different_size():
 # --- draws
 
 
-@pytest.mark.parametrize("stratified", [False, True])
-def test_draws_follow_the_probabilities_and_the_test_can_fail(stratified):
-    """Stratified draws vary less than independent ones. Items without priority are never drawn."""
-    magnitude = torch.rand(64, generator=torch.Generator().manual_seed(1)) * 3 + 0.2
-    # the first and the last one, too
-    magnitude[::9] = 0.0
-    buffer = filled(magnitude, alpha=0.8, stratified=stratified)
-    p = probabilities(buffer)
-    assert (p[::9] == 0).all()
-    index = draw(buffer, 50_000, batch_size=25)
-    assert p_value(index, p) > 1e-4
-    assert p_value(index, magnitude**0.7) < 1e-4
-
-
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 200])
 def test_a_stratified_batch_has_one_draw_in_each_segment_of_equal_mass(batch_size):
     magnitude = torch.rand(64, generator=torch.Generator().manual_seed(3)) * 5
@@ -153,25 +139,6 @@ def test_lap_has_the_probabilities_of_the_paper(td_error, alpha):
     torch.testing.assert_close(probabilities(buffer), lap_probabilities(TD_ERRORS, alpha), rtol=1e-6, atol=0.0)
 
 
-def test_samples_of_lap_have_equal_weights_and_new_transitions_the_largest_priority():
-    buffer = filled(TD_ERRORS, **LAP)
-    assert buffer.sample(8)["priority_weight"].tolist() == [1.0] * 8
-    buffer.add(rows(1)[0])
-    expected = lap_probabilities([max(TD_ERRORS), *TD_ERRORS[1:]])
-    torch.testing.assert_close(probabilities(buffer), expected, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("smallest", [0.0, 0.1, 3.0])
-def test_new_transitions_of_an_empty_buffer_have_priority_1_or_the_smallest_one_if_larger(smallest):
-    buffer = filled([0.0, 4.0, 1.0], **LAP | {"min_priority": smallest})
-    buffer.empty()
-    buffer.extend(rows(3))
-    first = max(1.0, smallest)
-    assert buffer.sampler.stats()["max_priority"] == first
-    buffer.update_priority(torch.tensor([0]), torch.tensor([0.5]))
-    torch.testing.assert_close(probabilities(buffer), lap_probabilities([0.5, first, first], smallest=smallest))
-
-
 def test_the_expected_gradient_of_lap_is_that_of_the_uniform_loss_pal():
     """LAP with the Huber loss has the expected gradient of uniform sampling with the loss PAL.
 
@@ -182,13 +149,6 @@ def test_the_expected_gradient_of_lap_is_that_of_the_uniform_loss_pal():
     scale = sum(max(error**alpha, 1.0) for error in TD_ERRORS) / len(TD_ERRORS)
     uniform = sum(error if error <= 1 else error**alpha for error in TD_ERRORS) / len(TD_ERRORS) / scale
     assert prioritized == pytest.approx(uniform, rel=1e-6)
-
-
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-def test_invalid_td_errors_are_errors_although_they_are_below_the_smallest_priority(value):
-    buffer = filled(TD_ERRORS, **LAP)
-    with Refuses(buffer, ValueError, "TD errors must be >= 0 and finite"):
-        buffer.update_priority(torch.arange(2), torch.tensor([3.0, value]))
 
 
 def test_a_state_with_a_smaller_smallest_priority_is_raised():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.chi_square import p_value
 from tests.data import buffer_with, rows
 from tests.reference import rank_probabilities
 from tests.samplers.experience import probabilities, sorted_within
@@ -80,24 +79,6 @@ def test_piecewise_segments(num, batch, alpha, distance):
         assert float(difference.abs().sum()) / 2 == pytest.approx(distance, abs=0.002)
     weights = found.min() / found[sample["index"]]
     torch.testing.assert_close(sample["priority_weight"].double(), weights, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("stratified", [True, False])
-@pytest.mark.parametrize("segments", ["exact", "piecewise"])
-def test_draws_follow_the_probabilities_and_the_test_can_fail(segments, stratified):
-    """Many TD errors are equal. Stratified draws vary less than independent ones."""
-    td_error = torch.tensor([0.0, 2.0, 0.5]).repeat(20)
-    rb = filled(td_error, segments=segments, stratified=stratified, beta=1.0)
-    batch = rb.sample(8)
-    expected = probabilities(rb)
-    assert expected[td_error == 2].min() >= expected[td_error == 0.5].max()
-    assert expected[td_error == 0.5].min() >= expected[td_error == 0].max()
-    torch.testing.assert_close(
-        batch["priority_weight"].double(), expected.min() / expected[batch["index"]], rtol=1e-6, atol=0
-    )
-    drawn = torch.cat([rb.sample(8)["index"] for _ in range(500)])
-    assert p_value(drawn, expected) > 1e-3
-    assert p_value(drawn, expected.flip(0)) < 1e-4
 
 
 def test_an_update_gives_the_last_rank_of_equal_td_errors():

@@ -9,14 +9,7 @@ from tests import data
 from tests.chi_square import p_value
 from tests.operations import Driven
 from tests.reference import NaiveReaPER
-from tests.samplers.experience import (
-    INTERRUPTED,
-    Refuses,
-    Step,
-    assert_priorities,
-    probabilities,
-    transitions,
-)
+from tests.samplers.experience import INTERRUPTED, Refuses, Step, assert_priorities, probabilities, transitions
 from torchrl_replay_ext import Anneal, Episodes, ProportionalSampler, ReaPERSampler
 
 buffer_of = partial(data.buffer_of, ReaPERSampler)
@@ -122,29 +115,6 @@ def test_omega_0_is_proportional_prioritization():
 
 
 # --- draws
-
-
-@pytest.mark.parametrize("layout", ["uneven", "time_major", "columns"])
-@pytest.mark.parametrize("batch_size", [1_000, 32])
-def test_draws_follow_the_probabilities_and_the_test_can_fail(layout, batch_size):
-    """Of finished, ongoing, new and overwritten episodes, none with a very small probability."""
-    used = Driven(
-        "reaper",
-        10,
-        layout=layout,
-        capacity=64,
-        num_envs=1 if layout == "uneven" else 2,
-        end_probability=0.15,
-        choices={"alpha": 0.3, "omega": 0.6, "td_error": "absolute"},
-    )
-    for _ in range(10):
-        used.extend(30 // used.setting.num_envs)
-        used.update_by_index(60)
-    index = [used.slots(used.buffer.sample(batch_size)["index"]) for _ in range(50_000 // batch_size)]
-    index = torch.tensor(index).flatten()
-    assert p_value(index, probabilities(used.buffer)) > 1e-4
-    used.sampler.omega = 0.0
-    assert p_value(index, probabilities(used.buffer)) < 1e-4
 
 
 @pytest.mark.parametrize(("omega", "length", "zeros"), [(0.6, 20, 10), (30.0, 100, 0), (400.0, 200, 0)])

@@ -1,26 +1,15 @@
 """TrajectoryRetraceSampler by hand: its slices, padding, anchors, weights and state."""
 
-import copy
 import itertools
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import RandomSampler
 
 from tests import data
-from tests.chi_square import p_value
 from tests.params import both_buffers
-from tests.samplers.experience import INTERRUPTED, Refuses, assert_priorities, assert_same_state, probabilities
-from torchrl_replay_ext import (
-    DecoupledSampler,
-    Episodes,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
-)
+from tests.samplers.experience import Refuses, assert_priorities, probabilities
+from torchrl_replay_ext import DecoupledSampler, Episodes, ProportionalSampler, ReaPERSampler, TrajectoryRetraceSampler
 
 
 def rows(count, **arguments):
@@ -97,24 +86,6 @@ def test_other_keys():
 # --- the distribution
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_starts_are_uniform_and_the_test_can_fail(pad):
-    buffer = buffer_of(64, 5, pad=pad, slices=1000)
-    ends = [2, 3, 30, 38, 60]
-    buffer.extend(rows(64, done=ends))
-    buffer.extend(rows(20, done=[11], first=64))
-    torch.manual_seed(3)
-    index = torch.cat([buffer.sample()["index"].view(-1, 5)[:, 0] for _ in range(50)])
-    expected = probabilities(buffer)
-    assert p_value(index, expected) > 1e-4
-    # by time: 20..30, 31..38, 39..60, 61..75, 76..83
-    episode = torch.bucketize(torch.cat([torch.arange(64, 84), torch.arange(20, 64)]), torch.tensor([30, 38, 60, 75]))
-    assert int((expected > 0).sum()) == (64 if pad else 64 - 5 * 4)
-    # uniform over episodes, as in many other samplers
-    wrong = (expected > 0).double() / episode.bincount()[episode]
-    assert p_value(index, wrong / wrong.sum()) < 1e-4
-
-
 # --- anchors
 
 
@@ -155,40 +126,12 @@ def test_event_tables_draw_anchors():
     assert buffer.sampler.stats()["never_updated"] < 1
 
 
-@pytest.mark.filterwarnings(f"ignore:{INTERRUPTED}")
-@pytest.mark.parametrize("streams", [3, None])
-@pytest.mark.parametrize("ids", [[4, 5, 6], [4, 8, 9], [8, 9, 10]])
-def test_after_a_load_all_streams_begin_new_trajectories(ids, streams):
-    """A resumed run begins with new environments, whose ids may be larger than all before, or the same."""
-    saved = buffer_of(episodes=Episodes(num_streams=streams), slices=3)
-    saved.extend(rows(6, ids=[4, 5, 6] * 2))
-    restored = buffer_of(episodes=Episodes(num_streams=streams), slices=3)
-    restored.load_state_dict(saved.state_dict())
-    restored.extend(rows(6, first=6, ids=ids * 2))
-    found = slices_by_start(restored, "number", slices=3)
-    for stream in range(3):
-        before, after = [stream, stream + 3], [stream + 6, stream + 9]
-        assert found[stream] == [*before, before[-1], before[-1]]
-        assert found[stream + 6] == [*after, after[-1], after[-1]]
-    assert restored.sampler.stats()["interrupted"] == 0
-
-
 def test_a_sampler_is_the_anchor_of_one_sampler_only():
     anchors = proportional()
     TrajectoryRetraceSampler(20, slice_len=5, anchors=anchors)
     with pytest.raises(ValueError, match="this anchors= already belongs to another TrajectoryRetraceSampler"):
         TrajectoryRetraceSampler(20, slice_len=2, anchors=anchors)
     assert len(anchors.followers) == 1
-
-
-def test_uniform_anchors_take_no_priorities():
-    buffer = buffer_of()
-    buffer.extend(rows(20, done=[9]))
-    before = copy.deepcopy(buffer.sampler.state_dict())
-    assert "priority_weight" not in data.learn(buffer)
-    buffer.update_priority(torch.arange(3), torch.ones(3))
-    assert_same_state(buffer.sampler.state_dict(), before)
-    assert set(buffer.sampler.stats().keys()) == {"num_items", "num_starts", "interrupted"}
 
 
 def test_inside_a_decoupled_sampler():
@@ -272,55 +215,14 @@ def test_the_newest_of_nothing():
 # --- state
 
 
-def test_a_state_that_does_not_fit_changes_nothing():
-    buffer = buffer_of(anchors=proportional())
-    buffer.extend(rows(20, done=[9]))
-    for donor in (buffer_of(), buffer_of(slice_len=3, anchors=proportional()), buffer_of(anchors=RankBasedSampler(20))):
-        donor.extend(rows(20))
-        with Refuses(buffer, ValueError, "load_state_dict"):
-            buffer.sampler.load_state_dict(donor.sampler.state_dict())
-    # the state of a sampler with padding fits one without
+def test_the_state_of_a_sampler_with_padding_fits_one_without():
     donor, restored = buffer_of(), buffer_of(pad=False)
     donor.extend(rows(20, done=[9]))
     restored.load_state_dict(donor.state_dict())
     assert int(restored.sampler.stats()["num_starts"]) == 14
 
 
-def test_attached_to_what_is_there(tmp_path):
-    source = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
-    source.extend(rows(10, done=[6]))
-    source.extend(rows(4, done=[1], first=10))
-    for anchors in ("uniform", proportional()):
-        sampler = TrajectoryRetraceSampler(20, slice_len=4, anchors=anchors)
-        attached = data.buffer_with(sampler, 10, storage=source.storage, batch_size=16)
-        numbers = slices_by_start(attached, "number")
-        assert sorted(numbers) == list(range(4, 14))
-        assert numbers[4] == [4, 5, 6, 6] and numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 13, 13]
-    # the first write reveals the start of a loaded ring
-    source.dumps(tmp_path)
-    loaded = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=16)
-    loaded.loads(tmp_path)
-    loaded.set_sampler(TrajectoryRetraceSampler(10, slice_len=4))
-    loaded.sample()
-    loaded.extend(rows(2, first=14))
-    numbers = slices_by_start(loaded, "number", slices=1)
-    assert numbers[9] == [9, 10, 11, 11] and numbers[12] == [12, 13, 14, 15]
-    newest = TrajectoryRetraceSampler(10, slice_len=4)
-    loaded.set_sampler(newest)
-    assert newest.newest(loaded)["number"].tolist() == [12, 13, 14, 15]
-
-
 # --- whole episodes
-
-
-def test_an_episode_is_read_in_order():
-    buffer = buffer_of(8, starts="episode")
-    buffer.extend(rows(8, done=[2, 6]))  # 0 1 2 | 3 4 5 6 | 7
-    buffer.extend(rows(1, number=[8]))
-    episodes = [buffer.sampler.episode(buffer.storage, index)["number"].tolist() for index in (2, torch.tensor([5]), 0)]
-    assert episodes == [[1, 2], [3, 4, 5, 6], [7, 8]]
-    # the first step of the oldest episode is gone
-    assert slices_by_start(buffer, "number") == {3: [3, 4, 5, 6], 7: [7, 8, 8, 8]}
 
 
 def test_without_a_first_step_no_slice_can_begin():

@@ -6,13 +6,7 @@ import torch
 
 from tests.data import SAMPLERS, buffer_with, event_sampler, random_rows
 from tests.params import both_buffers
-from torchrl_replay_ext import (
-    EventTableSampler,
-    FrameStackStorage,
-    ProportionalSampler,
-    ReaPERSampler,
-    TrajectoryRetraceSampler,
-)
+from torchrl_replay_ext import EventTableSampler, FrameStackStorage, ProportionalSampler, TrajectoryRetraceSampler
 
 CAPACITY, BATCH = 40, 8
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
@@ -78,17 +72,3 @@ def test_ends_and_beginnings_of_episodes_may_be_numbers_of_any_dtype(name, dtype
 
     for found, expected in zip(drawn(dtype), drawn(torch.bool), strict=True):
         assert torch.equal(found, expected)
-
-
-@both_buffers
-@pytest.mark.parametrize("anchors", [ProportionalSampler, ReaPERSampler])
-def test_errors_of_prioritized_slices_name_the_class_that_the_user_made(anchors, compilable):
-    sampler = TrajectoryRetraceSampler(slice_len=4, anchors=anchors())
-    rb = buffer_with(sampler, CAPACITY, compilable=compilable, batch_size=BATCH)
-    rb.extend(random_rows(20))
-    says = rf"^TrajectoryRetraceSampler\(anchors={anchors.__name__}\(\.\.\.\)\)\.update_priority: TD error -1"
-    with pytest.raises(ValueError, match=says):
-        rb.update_priority(torch.tensor([3]), torch.tensor([-1.0]))
-    rb.empty()
-    with pytest.raises(RuntimeError, match=r"Cannot sample from an empty storage\. TrajectoryRetraceSampler\(anchors="):
-        rb.sample()

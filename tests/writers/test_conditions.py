@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from tests.emulated_device import EmulatedDevice
-from tests.events import NaiveTables, scripted
+from tests.events import scripted
 from torchrl_replay_ext import EventSpec, EventTables, EventTableWriter, Novel, Quantile, Threshold
 
 REWARD = ("next", "reward")
@@ -60,10 +60,9 @@ class NaiveNovel:
         return self.seen[tuple(state)] <= self.times
 
 
-def make(retention="ring", size=60, device="cpu"):
-    capacity = {"best": 20, "new": 30} | ({"default": size} if retention == "pinned" else {})
-    tables = EventTables(SPECS, capacity, retention=retention)
-    storage = LazyTensorStorage(size + 50 if retention == "pinned" else size, device=device)
+def make(device="cpu"):
+    tables = EventTables(SPECS, {"best": 20, "new": 30})
+    storage = LazyTensorStorage(60, device=device)
     return TensorDictReplayBuffer(storage=storage, writer=EventTableWriter(tables), batch_size=4), tables
 
 
@@ -127,28 +126,6 @@ def test_a_graph_compares_integers_with_a_number_outside_of_their_range(op):
     steps = torch.tensor([0, 43, 44, 45, 255], dtype=torch.uint8)
     occurs = torch.compile(Threshold("steps", op, 300).occurs, backend="eager", fullgraph=True)
     assert occurs(steps).tolist() == [OPERATORS[op](step, 300) for step in steps.tolist()]
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 300])
-@pytest.mark.parametrize("retention", ["ring", "pinned"])
-def test_tables_are_those_of_plain_python_however_the_data_is_cut(retention, chunk):
-    rb, tables = make(retention)
-    capacity = dict(zip(tables.names, tables.capacities, strict=True))
-    naive = NaiveTables(
-        [(spec.name, spec.history, spec.name) for spec in SPECS],
-        {name: most for name, most in capacity.items() if retention == "pinned" or name != "default"},
-        60 if retention == "ring" else None,
-    )
-    best, new = NaiveQuantile(SPECS[0].condition), NaiveNovel(SPECS[1].condition)
-    data = scripted(300, streams=3, seed=1)
-    for first in range(0, 300, chunk):
-        rb.extend(data[first : first + chunk].clone())
-    for row in data:
-        events = {"best": best(float(row[REWARD])), "new": new(row["observation"].tolist())}
-        naive.write(int(row["collector", "traj_ids"]), events, bool(row["next", "done"]))
-    found = contents(rb, tables)
-    assert found.pop("default") == list(naive.default)
-    assert found == {name: list(expected) for name, expected in naive.tables.items()}
 
 
 @pytest.mark.parametrize("saved", ["state_dict", "dumps", "copy"])
@@ -271,19 +248,6 @@ def test_entries_that_do_not_fit():
     with pytest.raises(ValueError, match="one value per transition"):
         rb.extend(scripted(9).set(REWARD, torch.rand(9, 2)))
     assert not len(rb)
-
-
-def test_a_state_of_another_condition_is_refused():
-    rb, _ = make()
-    rb.extend(scripted(20))
-    state = rb.writer.state_dict()
-    specs = [EventSpec("best", Quantile(REWARD, 0.9, window=9), 4), SPECS[1]]
-    other = EventTableWriter(EventTables(specs, {"best": 20, "new": 30}))
-    with pytest.raises(ValueError, match=r"best.recent has shape \(50,\)"):
-        other.load_state_dict(state)
-    plain = [EventSpec("best", REWARD, 4), SPECS[1]]
-    with pytest.raises(ValueError, match="unexpected entries: best"):
-        EventTableWriter(EventTables(plain, {"best": 20, "new": 30})).load_state_dict(state)
 
 
 def test_the_rows_of_columns_are_read_in_the_order_of_time():

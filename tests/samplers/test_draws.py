@@ -1,9 +1,13 @@
-"""The rows of a batch are in random order: a part of a batch is a sample like the whole batch."""
+"""Draws of all samplers follow their probabilities, and their rows are in random order.
+
+So a part of a batch is a sample like the whole batch.
+"""
 
 import pytest
 import torch
 from scipy import stats
 
+from tests.chi_square import p_value
 from tests.data import buffer_with, linear_policy, random_rows
 from tests.operations import CASES, Driven
 from tests.params import slow_but
@@ -13,7 +17,7 @@ from torchrl_replay_ext import DecoupledSampler, ProportionalSampler
 ROWS, DRAWS = 4, 400
 
 
-def p_value(position, what):
+def p_value_of_independence(position, what):
     """That of a test of independence of ``position`` [n] and ``what`` [n], from rows of different batches."""
     # classes of consecutive values, each with about a quarter of the rows, at most
     classes = [torch.zeros(ROWS)]
@@ -34,16 +38,16 @@ def assert_random_order(draw):
     rows = torch.stack([batch[:, row] for batch, row in zip(batches, position.tolist(), strict=True)], 1)
     for what in rows:
         if what.max() > 0:
-            assert p_value(position, what) > 1e-4
+            assert p_value_of_independence(position, what) > 1e-4
     # the negative control
     in_order = [batch[0].sort().values[row] for batch, row in zip(batches, position.tolist(), strict=True)]
-    assert p_value(position, torch.stack(in_order)) < 1e-4
+    assert p_value_of_independence(position, torch.stack(in_order)) < 1e-4
 
 
-def filled(name):
+def filled(name, seed=1):
     """A buffer of the contract's tests with its model; TD errors increase with the slots."""
-    # with this seed, slices have several possible starts
-    driven = Driven(name, 1, capacity=24)
+    # with these seeds, slices have several possible starts
+    driven = Driven(name, seed, capacity=24)
     for _ in range(12):
         driven.extend()
     buffer = driven.buffer
@@ -54,16 +58,31 @@ def filled(name):
     return driven
 
 
-def draw_from(driven):
+def draw_from(driven, rows=ROWS):
     unit = driven.unit
 
     def draw():
-        index, info = driven.buffer.sampler.sample(driven.buffer.storage, ROWS * unit)
+        index, info = driven.buffer.sampler.sample(driven.buffer.storage, rows * unit)
         index = torch.stack(index, 1) if isinstance(index, tuple) else index
         slots = torch.tensor(driven.slots(index))[::unit]
         return [slots, info["table"].cpu()] if "table" in info else [slots]
 
     return draw
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_draws_follow_the_probabilities_and_the_test_can_fail(name, seed):
+    """The seed decides about strata, layouts, and so on. Stratified draws vary less than independent ones."""
+    driven = filled(name, seed)
+    draw = draw_from(driven, rows=25)
+    draw()
+    # that of piecewise ranks depends on the size of the last batch
+    expected = driven.buffer.sampler.probabilities(driven.buffer.storage).cpu()
+    drawn = torch.cat([draw()[0] for _ in range(800)])
+    assert p_value(drawn, expected) > 1e-4
+    wrong = expected**0.7 * torch.linspace(1.5, 0.5, len(expected))
+    assert p_value(drawn, wrong / wrong.sum()) < 1e-4
 
 
 @pytest.mark.parametrize("name", CASES)
