@@ -16,7 +16,6 @@ from tests.emulated_device import DeviceMismatchError, EmulatedDevice
 from tests.operations import CASES, Driven
 from tests.params import slow_but
 from tests.recipes.emulated_runs import RUNS
-from tests.test_compiled import Flat
 from torchrl_replay_ext import (
     AdamStep,
     CompilableTensorStorage,
@@ -160,9 +159,8 @@ def test_the_actors_batch_is_chosen_on_an_accelerator(granularity, device):
     arguments = {"num_candidates": 4, "granularity": granularity, "group_size": 2}
     sampler = DecoupledSampler(ProportionalSampler(40), policy, **arguments)
     buffer = buffer_with(sampler, 40, compilable=True, device="emulated", batch_size=8)
-    data = Flat().take(40)
+    data = random_rows(40)
     with torch.no_grad():
-        data["observation"] = data.pop("obs").div(40)
         data["action"] = policy.cpu()(data.select("observation"))["action"] + 3.0
         policy.to("emulated")
         # the policy of the first transitions is the present one

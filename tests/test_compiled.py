@@ -19,7 +19,7 @@ from torch._inductor.utils import run_and_get_code
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import RandomSampler
 
-from tests.data import buffer_with
+from tests.data import buffer_with, rows
 from tests.params import slow_but
 from torchrl_replay_ext import (
     Anneal,
@@ -52,57 +52,27 @@ def same_numbers():
 # --- experience
 
 
-class Flat:
-    """Transitions of one environment, in episodes of 7."""
+class Experience:
+    """Numbered transitions that contain their own number; td_error is computed from "error".
 
-    ndim = 1
+    Args:
+        layout: "flat", one environment with episodes of 7 steps; "streams", two that alternate, with episodes of 5 and
+            8 steps and with trajectory ids; "columns", such two in separate columns, [2, count // 2].
+    """
 
-    def __init__(self):
-        self.time = 0
-
-    def take(self, count: int) -> TensorDict:
-        time = torch.arange(self.time, self.time + count)
-        self.time += count
-        return self.rows(time, (time + 1) % 7 == 0)
-
-    @staticmethod
-    def rows(number: torch.Tensor, done: torch.Tensor, **extra: Any) -> TensorDict:
-        """Rows that contain their own number; td_error is computed from "error"."""
-        return TensorDict(
-            {
-                "number": number,
-                "obs": number.float().unsqueeze(-1).expand(*number.shape, 3).clone(),
-                "error": (number * 37 % 101).float() / 64,
-                "next": {"done": done.unsqueeze(-1), "terminated": done.unsqueeze(-1).clone()},
-                **extra,
-            },
-            number.shape,
-        )
-
-
-class TwoStreams(Flat):
-    """Two environments that alternate, with episodes of 5 and 8 steps and with trajectory ids."""
+    def __init__(self, layout: str):
+        self.layout, self.ndim, self.time = layout, 1 + (layout == "columns"), 0
 
     def take(self, count: int) -> TensorDict:
-        time = torch.arange(self.time, self.time + count)
-        self.time += count
-        step, env = time // 2, time % 2
-        length = 5 + 3 * env
-        ids = 2 * (step // length) + env
-        return self.rows(time, (step + 1) % length == 0, collector={"traj_ids": ids})
-
-
-class TwoColumns(Flat):
-    """Two environments in separate columns, [2, count // 2], with episodes of 5 and 8 steps."""
-
-    ndim = 2
-
-    def take(self, count: int) -> TensorDict:
-        assert count % 2 == 0
-        step = torch.arange(self.time, self.time + count // 2)
-        self.time += count // 2
-        env = torch.arange(2).unsqueeze(1)
-        return self.rows(2 * step + env, (step + 1) % (5 + 3 * env) == 0)
+        number = torch.arange(count) + self.time * self.ndim
+        num_envs = 1 if self.layout == "flat" else 2
+        step, env = number // num_envs, number % num_envs
+        length = torch.tensor(7) if num_envs == 1 else 5 + 3 * env
+        ids = 2 * (step // length) + env if self.layout == "streams" else None
+        done = ((step + 1) % length == 0).nonzero().squeeze(1).tolist()
+        data = rows(count, first=int(number[0]), done=done, ids=ids, error=(number * 37 % 101).float() / 64)
+        self.time += count // self.ndim
+        return data if self.ndim == 1 else data.reshape(-1, 2).transpose(0, 1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -110,14 +80,17 @@ class Case:
     """A sampler, the experience in its buffer, and the capacity of the buffer."""
 
     sampler: Callable[[int], Any]
-    experience: type[Flat] = Flat
+    layout: str = "flat"
     capacity: int = 50
 
     # whether ``extend`` is part of the graph
     extends: bool = True
 
+    def experience(self) -> Experience:
+        return Experience(self.layout)
+
     def buffer(self, **arguments: Any) -> CompilableReplayBuffer:
-        settings = {"ndim": self.experience.ndim, "batch_size": BATCH, **arguments}
+        settings = {"ndim": self.experience().ndim, "batch_size": BATCH, **arguments}
         return buffer_with(self.sampler(self.capacity), self.capacity, compilable=True, **settings)
 
 
@@ -161,7 +134,7 @@ def inside(kind: str, **arguments: Any) -> dict[str, Any]:
 def slices(anchors: Callable[[int], Any] | None = None, **arguments: Any) -> Callable[[int], Any]:
     def sampler(capacity: int) -> Any:
         drawn_by = "uniform" if anchors is None else anchors(capacity)
-        settings = {"slice_len": 4, "behaviour_keys": ("obs",), "anchors": drawn_by, **arguments}
+        settings = {"slice_len": 4, "behaviour_keys": ("observation",), "anchors": drawn_by, **arguments}
         return TrajectoryRetraceSampler(capacity, **settings)
 
     return sampler
@@ -169,34 +142,34 @@ def slices(anchors: Callable[[int], Any] | None = None, **arguments: Any) -> Cal
 
 # add one line for a new sampler
 CASES = {
-    "uniform, two columns": Case(lambda _: RandomSampler(), TwoColumns),
+    "uniform, two columns": Case(lambda _: RandomSampler(), "columns"),
     "proportional": Case(proportional()),
     "proportional, stratified": Case(
         proportional(stratified=True, weight_norm="batch", max_priority_within_buffer=True)
     ),
     "rank": Case(rank()),
-    "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch"), TwoColumns),
+    "rank, piecewise": Case(rank(segments="piecewise", stratified=False, weight_norm="batch"), "columns"),
     "reaper": Case(reaper()),
     # more than two pages of positions, so that pages are freed and used again
-    "reaper, two streams": Case(reaper(episodes=Episodes(num_streams=2)), TwoStreams, capacity=150),
-    "reaper, two columns": Case(reaper(weight_norm="buffer", max_priority_within_buffer=True), TwoColumns),
+    "reaper, two streams": Case(reaper(episodes=Episodes(num_streams=2)), "streams", capacity=150),
+    "reaper, two columns": Case(reaper(weight_norm="buffer", max_priority_within_buffer=True), "columns"),
     "recency": Case(lambda capacity: RecencySampler(capacity, half_life=7.0, beta=0.5)),
     "events, uniform, conditional": Case(
-        events(correction="conditional", allocation="multinomial", pair_keys=("obs",)), TwoStreams, extends=False
+        events(correction="conditional", allocation="multinomial", pair_keys=("observation",)), "streams", extends=False
     ),
     "events, proportional": Case(
-        events(priority=inside("proportional", alpha=Anneal(0.4, 0.9, 20))), TwoColumns, extends=False
+        events(priority=inside("proportional", alpha=Anneal(0.4, 0.9, 20))), "columns", extends=False
     ),
-    "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), TwoStreams, extends=False),
+    "events, proportional, pinned": Case(events("pinned", priority=inside("proportional")), "streams", extends=False),
     "events, proportional, mixture": Case(
         events(
             priority={"kind": "proportional", "td_error": "absolute"}, correction="mixture", beta=Anneal(0.4, 1.0, 30)
         ),
         extends=False,
     ),
-    "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), TwoColumns),
-    "slices, proportional, two streams": Case(slices(proportional(), episodes=Episodes(num_streams=2)), TwoStreams),
-    "slices, reaper, two columns": Case(slices(reaper()), TwoColumns),
+    "slices, uniform, two columns, not padded": Case(slices(pad=False, slice_len=2), "columns"),
+    "slices, proportional, two streams": Case(slices(proportional(), episodes=Episodes(num_streams=2)), "streams"),
+    "slices, reaper, two columns": Case(slices(reaper()), "columns"),
 }
 PRIORITIZED = [name for name in CASES if "uniform" not in name and name != "recency"]
 # Compilation is slow. The default run has one case of each kind; the others vary the layout or an option.
@@ -322,22 +295,9 @@ def test_stock_storage_is_refused():
         CompilableReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=2)
 
 
-@pytest.mark.parametrize("missing", ["td_error", "batch_size"])
-def test_what_is_missing_is_named(missing):
-    buffer = CASES["proportional"].buffer(batch_size=None if missing == "batch_size" else BATCH)
-    buffer.extend(Flat().take(4))
-
-    def sample_and_update():
-        buffer.update_tensordict_priority(buffer.sample())
-
-    expected = "no entry 'td_error' with TD errors" if missing == "td_error" else "pass batch_size="
-    with pytest.raises(Exception, match=expected):
-        torch.compile(sample_and_update, fullgraph=True)()
-
-
 def test_a_sampler_in_a_stock_buffer_is_not_for_graphs():
     buffer = buffer_with(ProportionalSampler(10), 10, batch_size=4)
-    buffer.extend(Flat().take(4))
+    buffer.extend(Experience("flat").take(4))
     with pytest.raises(Exception, match="LazyTensorStorage cannot be compiled; use CompilableReplayBuffer"):
         torch.compile(lambda: buffer.sampler.sample(buffer.storage, 4), fullgraph=True)()
 

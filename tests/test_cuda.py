@@ -29,7 +29,7 @@ from tests.test_compiled import (
     DEFAULT,
     PRIORITIZED,
     Case,
-    Flat,
+    Experience,
     assert_same_sampler,
     step,
 )
@@ -69,7 +69,7 @@ def from_scratch():
     torch._dynamo.reset()
 
 
-def filled(case: Case) -> tuple[CompilableReplayBuffer, Flat]:
+def filled(case: Case) -> tuple[CompilableReplayBuffer, Experience]:
     """A buffer on the device whose ring has wrapped, after some eager steps."""
     buffer, experience = case.buffer(device=DEVICE), case.experience()
     torch.manual_seed(3)
@@ -161,7 +161,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
     buffer.extend(experience.take(4).to(DEVICE))
     extends = case.extends and getattr(buffer.sampler, "writes_in_graphs", True)
     in_graph = WAYS[way](buffer, extends)
-    columns = 2 if case.experience.ndim == 2 else 1
+    columns = experience.ndim
     for number in range(case.capacity):
         data = experience.take(4).to(DEVICE)
         if not extends:
@@ -206,7 +206,7 @@ def test_steps_write_draw_and_update_without_waiting(name, way):
 def test_draws_follow_the_probabilities(make, way):
     """Chi-square test with 64 items and 50,000 draws; the negative control is another exponent."""
     buffer = buffer_with(make(), 80, compilable=True, device=DEVICE, batch_size=500)
-    buffer.extend(Flat().take(64).to(DEVICE))
+    buffer.extend(Experience("flat").take(64).to(DEVICE))
     buffer.update_priority(torch.arange(64, device=DEVICE), torch.linspace(0.2, 3.0, 64)[torch.randperm(64)].to(DEVICE))
 
     def draw():

@@ -7,7 +7,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tests import data
-from tests.data import buffer_with, random_rows
+from tests.data import buffer_with, learn, random_rows
 from tests.emulated_device import EmulatedDevice
 from tests.params import both_buffers
 from tests.stacks import numbered_stacks
@@ -120,9 +120,7 @@ def test_rows_of_inference_mode_are_drawn_and_updated_outside_of_it(name):
     for first in (0, 20, 40):
         with torch.inference_mode():
             rb.extend(random_rows(20, first=first))
-        batch = rb.sample()
-        batch["td_error"] = torch.rand(BATCH)
-        rb.update_tensordict_priority(batch)
+        learn(rb)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A RayReplayBuffer with each sampler of the package, made in the actor, behaves like a buffer in this process."""
+"""A RayReplayBuffer with a sampler of the package, made in the actor, behaves like a buffer in this process."""
 
 import os
 import signal
@@ -7,25 +7,19 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, TensorDictReplayBuffer
 
-from tests.data import rows
+from tests.data import linear_policy
+from tests.sharding.shards import STREAMS, event_tables, transitions
 from tests.test_examples import guide_blocks
 from torchrl_replay_ext import (
     Anneal,
-    CompilableReplayBuffer,
     CompilableTensorStorage,
     DecoupledSampler,
     Episodes,
-    EventSpec,
-    EventTables,
-    EventTableSampler,
-    EventTableWriter,
     ProportionalSampler,
     ReaPERSampler,
     ShardedReplayBuffer,
-    Threshold,
 )
 
 ray = pytest.importorskip("ray", reason="needs ray (pip install ray)")
@@ -34,74 +28,21 @@ CAPACITY, BATCH = 64, 16
 BETA = Anneal(0.4, 1.0, num_updates=4)
 
 
-def tables():
-    return EventTables([EventSpec("high", Threshold(("next", "reward"), ">", 1.0), history=4)], {"high": 32})
-
-
-# Each call makes new parts, so that two buffers share nothing.
-PARTS = {
-    "proportional": lambda: {"sampler": partial(ProportionalSampler, CAPACITY, beta=BETA)},
-    "event_tables": lambda: {
-        "sampler": partial(
-            EventTableSampler,
-            tables(),
-            eta={"default": 0.5, "high": 0.5},
-            min_size=1,
-            priority={"kind": "proportional", "beta": BETA},
-        ),
-        "writer": partial(EventTableWriter, tables()),
-    },
-}
-
-
-def arguments(name):
-    # one case uses the storage with which samples carry write stamps
-    storage = partial(CompilableTensorStorage if name == "proportional" else LazyTensorStorage, CAPACITY)
-    return {"storage": storage, "batch_size": BATCH, **PARTS[name]()}
-
-
-def buffer_class(name):
-    return CompilableReplayBuffer if name == "proportional" else TensorDictReplayBuffer
-
-
-def local_buffer(name):
-    parts = {key: part() if callable(part) else part for key, part in arguments(name).items()}
-    rb = buffer_class(name)(**parts)
-    rb.set_rng(torch.Generator().manual_seed(1))
-    return rb
-
-
-def remote_buffer(name):
-    return RayReplayBuffer(replay_buffer_cls=buffer_class(name), remote_config={"num_cpus": 0}, **arguments(name))
+def arguments():
+    """New parts, so that two buffers share nothing."""
+    storage = partial(LazyTensorStorage, CAPACITY)
+    return {"storage": storage, "batch_size": BATCH, **event_tables(priority={"kind": "proportional", "beta": BETA})}
 
 
 @pytest.fixture(scope="module")
-def buffers():
-    """One buffer per case; all start at the same time."""
+def remote():
     # otherwise, Ray's workers have a lower priority than other processes
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        yield {name: remote_buffer(name) for name in PARTS}
+        yield RayReplayBuffer(replay_buffer_cls=TensorDictReplayBuffer, remote_config={"num_cpus": 0}, **arguments())
     finally:
         ray.shutdown()
-
-
-def transitions(first, count=32):
-    """Transitions of two environments that alternate, with episodes of 8 steps."""
-    step = torch.arange(first, first + count)
-    rng = torch.Generator().manual_seed(first)
-    data = rows(
-        count,
-        done=(step // 2 % 8 == 7).nonzero().squeeze(1).tolist(),
-        ids=step // 16 * 2 + step % 2,
-        observation=torch.randn(count, 3, generator=rng),
-        action=torch.zeros(count, dtype=torch.int64),
-        logits=torch.randn(count, 2, generator=rng),
-    )
-    data["next", "observation"] = torch.randn(count, 3, generator=rng)
-    data["next", "reward"] = torch.randn(count, 1, generator=rng)
-    return data
 
 
 def assert_same(left, right):
@@ -114,15 +55,14 @@ def sampler_state(rb):
     return TensorDict(rb.state_dict()["_sampler"])
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_it_does_what_a_local_buffer_does(buffers, name):
-    remote, local = buffers[name], local_buffer(name)
-    remote.set_rng(torch.Generator().manual_seed(1))
-    both = (remote, local)
-
+def test_it_does_what_a_local_buffer_does(remote):
+    parts = {key: part() if callable(part) else part for key, part in arguments().items()}
+    both = (remote, TensorDictReplayBuffer(**parts))
+    for rb in both:
+        rb.set_rng(torch.Generator().manual_seed(1))
     # draws, and updates by batch and by index, while beta is annealed
     for number in range(3):
-        index = [rb.extend(transitions(32 * number)) for rb in both]
+        index = [rb.extend(transitions(32 * number, 8)) for rb in both]
         assert torch.equal(*index)
         batches = [rb.sample() for rb in both]
         assert_same(*batches)
@@ -137,15 +77,15 @@ def test_it_does_what_a_local_buffer_does(buffers, name):
     assert remote.write_count == 96 and len(remote) == CAPACITY
 
 
-def test_an_actors_batch_needs_a_policy_in_this_process(buffers):
-    policy = TensorDictModule(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-    sampler = DecoupledSampler(ProportionalSampler(CAPACITY), policy)
+def test_an_actors_batch_needs_a_policy_in_this_process(remote):
+    sampler = DecoupledSampler(ProportionalSampler(CAPACITY), linear_policy())
     with pytest.raises(ValueError, match="another process"):
-        sampler.actor_buffer(buffers["proportional"])
+        sampler.actor_buffer(remote)
 
 
+@pytest.mark.usefixtures("remote")
 @pytest.mark.parametrize("block", list(guide_blocks(of_ray=True)))
-def test_guides(buffers, block):
+def test_guides(block):
     block.run({"__name__": "__main__"})
 
 
@@ -153,18 +93,19 @@ def process_of(shard):
     return ray.get(shard.__ray_call__.remote(lambda _: os.getpid()))
 
 
-def test_a_sharded_buffer(buffers, tmp_path):
+@pytest.mark.usefixtures("remote")
+def test_a_sharded_buffer(tmp_path):
     """Writes, draws, updates, a killed process, a checkpoint that is loaded, and a second process that writes."""
     rb = ShardedReplayBuffer(
         2,
         storage=partial(CompilableTensorStorage, 200),
-        sampler=partial(ReaPERSampler, episodes=Episodes(num_streams=2), beta=BETA),
+        sampler=partial(ReaPERSampler, episodes=Episodes(num_streams=STREAMS), beta=BETA),
         batch_size=BATCH,
         seed=1,
         remote_config={"num_cpus": 0},
     )
     for first in range(0, 128, 32):
-        rb.extend(transitions(first))
+        rb.extend(transitions(first, 8))
     for _ in range(4):
         batch = rb.sample()
         assert batch.shape == (BATCH,) and set(batch["shard"].tolist()) <= {0, 1}
@@ -176,15 +117,15 @@ def test_a_sharded_buffer(buffers, tmp_path):
     @ray.remote(num_cpus=0)
     def write(writer, data):
         data["collector", "traj_ids"] += 1000
-        data["next", "done"][-2:] = True
+        data["next", "done"][-STREAMS:] = True
         writer.extend(data)
         return writer.write_count
 
-    # the last episodes of this process end first: there are two streams
-    ended = transitions(128)
-    ended["next", "done"][-2:] = True
+    # the last episodes of this process end first: there are as many streams
+    ended = transitions(128, 8)
+    ended["next", "done"][-STREAMS:] = True
     rb.extend(ended)
-    assert ray.get(write.remote(rb.client(), transitions(0))) == 32
+    assert ray.get(write.remote(rb.client(), transitions(0, 8))) == 32
     assert len(rb) == 192
 
     os.kill(process_of(rb._shards.handles[1]), signal.SIGKILL)
@@ -195,12 +136,13 @@ def test_a_sharded_buffer(buffers, tmp_path):
     stats = rb.stats()
     assert stats["shards"] == 2 and stats["lost_shards"] == 1
     assert len(rb) == 128
-    rb.extend(transitions(256))
+    rb.extend(transitions(256, 8))
     assert rb.sample().shape == (BATCH,)
     rb.shutdown()
 
 
-def test_errors_of_a_shard_pass_as_they_are(buffers):
+@pytest.mark.usefixtures("remote")
+def test_errors_of_a_shard_pass_as_they_are():
     rb = ShardedReplayBuffer(
         1,
         storage=partial(CompilableTensorStorage, 64),
@@ -209,5 +151,5 @@ def test_errors_of_a_shard_pass_as_they_are(buffers):
         remote_config={"num_cpus": 0},
     )
     with pytest.raises(ValueError, match="num_streams=1"):
-        rb.extend(transitions(0))
+        rb.extend(transitions(0, 8))
     rb.shutdown()

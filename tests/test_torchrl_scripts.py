@@ -9,8 +9,9 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torchrl.checkpoint import Checkpoint
@@ -35,12 +36,6 @@ needs_torchrl = pytest.mark.skipif(
 )
 
 
-class Hunk(NamedTuple):
-    file: str
-    old: list[str]
-    new: list[str]
-
-
 def guide_diffs(heading: str) -> list[str]:
     """The diffs of a section of the guide."""
     section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL)
@@ -48,33 +43,28 @@ def guide_diffs(heading: str) -> list[str]:
     return re.findall(r"^```diff\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
 
 
-def hunks(diff: str, file: str) -> list[Hunk]:
-    """The parts of a diff that has no line numbers. ``file`` is changed until a line ``--- name`` names another."""
-    found = [Hunk(file, [], [])]
-    for line in diff.splitlines():
-        if line.startswith("--- "):
-            file = line.removeprefix("--- ")
-        if line.startswith(("--- ", "@@")):
-            found.append(Hunk(file, [], []))
-            continue
-        assert line[:1] in ("", " ", "+", "-"), f"{line!r} is not a line of a diff"
-        if not line.startswith("+"):
-            found[-1].old.append(line[1:])
-        if not line.startswith("-"):
-            found[-1].new.append(line[1:])
-    return [hunk for hunk in found if hunk.old or hunk.new]
+def hunks(diff: str, file: str) -> Iterator[tuple[str, str, str]]:
+    """The file, the old and the new lines of each part of a diff, which has no line numbers.
+
+    ``file`` is changed until a line ``--- name`` names another.
+    """
+    for part in re.split(r"^@@.*\n|^(?=--- )", diff, flags=re.MULTILINE):
+        if part.startswith("--- "):
+            file, _, part = part.removeprefix("--- ").partition("\n")
+        lines = part.splitlines()
+        assert all(line[:1] in ("", " ", "+", "-") for line in lines), f"not only lines of a diff:\n{part}"
+        if lines:
+            old, new = ("".join(f"{x[1:]}\n" for x in lines if not x.startswith(sign)) for sign in "+-")
+            yield file, old, new
 
 
 def apply(diff: str, folder: Path, file: str) -> None:
-    """Replace the lines of each hunk, which must occur exactly once in their file."""
-    for hunk in hunks(diff, file):
-        path = folder / hunk.file
-        lines = path.read_text(encoding="utf-8").splitlines()
-        places = [i for i in range(len(lines)) if hunk.old and lines[i : i + len(hunk.old)] == hunk.old]
-        text = "\n".join(hunk.old)
-        assert len(places) == 1, f"{len(places)} places of {hunk.file} have the lines of this hunk, not one:\n{text}"
-        lines[places[0] : places[0] + len(hunk.old)] = hunk.new
-        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    """Replace the old lines of each part, which must occur exactly once in their file."""
+    for name, old, new in hunks(diff, file):
+        text = "\n" + (folder / name).read_text(encoding="utf-8")
+        count = text.count(f"\n{old}")
+        assert count == 1, f"{count} places of {name} have the lines of this part, not one:\n{old}"
+        (folder / name).write_text(text.replace(f"\n{old}", f"\n{new}")[1:], encoding="utf-8")
 
 
 class Script:
@@ -205,4 +195,4 @@ def test_td3_and_sac_run_and_resume(algorithm, name, tmp_path):
 def test_every_diff_of_the_guide_is_applied_to_a_script():
     tested = [diff for heading in ("DQN", "TD3", "SAC", CHECKPOINT) for diff in guide_diffs(heading)]
     assert len(tested) == GUIDE.count("```diff") == 7
-    assert all(hunk.old and hunk.new for diff in tested for hunk in hunks(diff, "script.py"))
+    assert all(old and new for diff in tested for _, old, new in hunks(diff, "script.py"))

@@ -8,21 +8,17 @@ import pytest
 import torch
 from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.data.replay_buffers import PrioritizedSampler
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs import GymEnv
 
-from tests.data import buffer_with, event_sampler, rows
-from tests.reference import NaivePER, NaiveReaPER
+from tests.data import buffer_with, event_sampler, learn, rows
 from tests.samplers.experience import INTERRUPTED
+from tests.samplers.test_streams import assert_episodes
 from torchrl_replay_ext import (
     Episodes,
     EventSpec,
     EventTables,
-    EventTableSampler,
     EventTableWriter,
     Novel,
-    ProportionalSampler,
     Quantile,
     ReaPERSampler,
     TrajectoryRetraceSampler,
@@ -33,127 +29,11 @@ HISTORY = 4
 make_env = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
 
 
-@PrioritizedSampler.register
-class SideBySide(Sampler):
-    """Many samplers in one buffer: workers start slowly, so all samplers are tested with the same workers."""
-
-    reduction = "max"
-    default_priority = 1.0
-
-    def __init__(self, samplers):
-        self.samplers = samplers
-
-    def mark_update(self, index, *, storage=None):
-        for sampler in self.samplers.values():
-            sampler.mark_update(index, storage=storage)
-
-    def sample(self, storage, batch_size):
-        return self.samplers["per"].sample(storage, batch_size)
-
-    def state_dict(self):
-        raise NotImplementedError
-
-    load_state_dict = dumps = loads = state_dict
-
-    def _empty(self):
-        for sampler in self.samplers.values():
-            sampler._empty()
-
-    def update_priority(self, index, priority, *, storage=None, **_):
-        """Call ``locked``; the buffer holds its locks here, so there are no writes."""
-        self.locked()
-
-
-def make_buffer():
-    tables = EventTables([EventSpec("end", ("next", "terminated"), HISTORY)], {"end": CAPACITY})
-    eta = {"default": 0.5, "end": 0.5}
-    samplers = {
-        "per": ProportionalSampler(CAPACITY),
-        "reaper": ReaPERSampler(CAPACITY, episodes=Episodes(num_streams=2), omega=0.5),
-        "tables": EventTableSampler(tables, eta=eta, min_size=1, priority={"kind": "proportional"}),
-    }
-    writer = EventTableWriter(tables)
-    return buffer_with(SideBySide(samplers), CAPACITY, compilable=True, writer=writer, batch_size=10)
-
-
-class Learner:
-    """Draws and updates, and compares with references that read only the stored data."""
-
-    def __init__(self, buffer):
-        self.buffer, self.samplers = buffer, buffer.sampler.samplers
-        self.references = {"per": NaivePER(), "reaper": NaiveReaPER(omega=0.5)}
-        self.written = 0
-        self.drawn = []
-        self.dropped = 0
-
-    @property
-    def data(self):
-        return self.buffer.storage[:]
-
-    def read(self):
-        """Give the references the transitions written since the last call, in the order of writing."""
-        count = self.buffer.write_count - self.written
-        slots = (self.written + torch.arange(count)) % CAPACITY
-        rows = self.data[slots]
-        columns = [rows["collector", "traj_ids"], rows["next", "terminated"], rows["next", "truncated"]]
-        for reference in self.references.values():
-            for slot, *row in zip(slots.tolist(), *(c.reshape(-1).tolist() for c in columns), strict=True):
-                reference.write(slot, *row)
-        self.written += count
-
-    def draw(self):
-        """Draw batches, and remember their slots."""
-        drawn = {}
-        for name, reference in self.references.items():
-            slots, _ = self.samplers[name].sample(self.buffer.storage, 10)
-            reference.draws.draw(slots.tolist())
-            drawn[name] = slots
-        self.drawn.append(drawn)
-
-    def update(self):
-        """Update with TD errors of the oldest batch; late rows must be dropped."""
-        for name, slots in self.drawn.pop(0).items():
-            reference, error = self.references[name], torch.rand(len(slots))
-            late = torch.tensor(reference.draws.late(slots.tolist()))
-            before = self.samplers[name].stats()["dropped_updates"]
-            self.samplers[name].update_priority(slots, error, storage=self.buffer.storage)
-            assert self.samplers[name].stats()["dropped_updates"] - before == late.sum()
-            self.dropped += late.sum()
-            reference.update(slots[~late].tolist(), error[~late].tolist())
-
-    def step(self):
-        self.read()
-        self.draw()
-        if len(self.drawn) > 3:
-            self.update()
-            self.check()
-
-    def check(self):
-        for name, reference in self.references.items():
-            expected = torch.tensor(reference.probabilities(), dtype=torch.float64)
-            probabilities = self.samplers[name].probabilities(self.buffer.storage)
-            torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-9)
-
-    def episodes(self):
-        """Slots of each stored episode, in time order."""
-        order = (self.written + torch.arange(CAPACITY)) % CAPACITY
-        ids = self.data["collector", "traj_ids"].reshape(-1)[order]
-        return [order[ids == number] for number in ids.unique()]
-
-    def check_tables(self):
-        ended = self.data["next", "terminated"].reshape(-1)
-        expected = [slots[-HISTORY:] for slots in self.episodes() if ended[slots[-1]]]
-        expected = sorted(slot for slots in expected for slot in slots.tolist())
-        assert sorted(self.buffer.writer.tables["end"].index().tolist()) == expected and expected
-        slots, info = self.samplers["tables"].sample(self.buffer.storage, 40)
-        assert set(slots[info["table"] == 1].tolist()) <= set(expected)
-        assert (info["table"] == 1).sum() == 20
-
-
 def test_workers_write_to_the_buffer():
-    buffer = make_buffer()
+    """Meanwhile, the learner draws and updates. It hands back its first batch when all of its rows are overwritten."""
+    sampler = ReaPERSampler(CAPACITY, episodes=Episodes(num_streams=2))
+    buffer, drawn = buffer_with(sampler, CAPACITY, compilable=True, batch_size=10), None
     buffer.share()
-    learner = Learner(buffer)
     collector = MultiAsyncCollector(
         [make_env] * 2,
         frames_per_batch=40,
@@ -163,16 +43,22 @@ def test_workers_write_to_the_buffer():
     )
     try:
         for _ in collector:
-            buffer.sampler.locked = learner.step
-            buffer.update_priority(torch.zeros(1, dtype=torch.int64), torch.zeros(1))
-            buffer.sampler.locked = None
+            drawn = learn(buffer) if drawn is None else drawn
+            learn(buffer)
     finally:
         collector.shutdown()
-    learner.read()
-    assert len(buffer) == CAPACITY < learner.written
-    assert learner.dropped > 0
-    learner.check()
-    learner.check_tables()
+    assert len(buffer) == CAPACITY and buffer.write_count > 2 * CAPACITY
+    before = sampler.stats()
+    drawn["td_error"] = torch.full((10,), 1e9)
+    buffer.update_tensordict_priority(drawn)
+    after = sampler.stats()
+    assert (
+        after["dropped_updates"] == before["dropped_updates"] + 10 and after["max_priority"] == before["max_priority"]
+    )
+    # then no row counts as late
+    for _ in range(64):
+        buffer.sample()
+    assert_episodes(buffer, buffer[:]["collector", "traj_ids"].reshape(-1).tolist())
 
 
 # --- without workers
