@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.arguments import require_choice, require_finite, require_number
+from torchrl_replay_ext.arguments import as_number, require_choice, require_finite, require_number
 from torchrl_replay_ext.compilation import raise_if
 
 __all__ = [
@@ -94,18 +93,6 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
     return (u.reshape(1, -1) < cumulated.unsqueeze(1)).sum(1)
 
 
-def as_noise_scale(noise_scale: float | Tensor, reference: Tensor) -> Tensor:
-    """Convert ``noise_scale`` to a tensor of shape [] or [A] for ``reference`` [..., A]; else ValueError."""
-    scale = torch.as_tensor(noise_scale, dtype=reference.dtype, device=reference.device)
-    size = reference.shape[-1]
-    if scale.shape not in ((), (size,)):
-        raise ValueError(
-            f"noise_scale has shape {tuple(scale.shape)}; actions of {size} dimensions need a number or a tensor of "
-            f"shape [{size}]."
-        )
-    return scale
-
-
 def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
     """Raise ValueError or TypeError if ``noise_scale`` does not hold standard deviations.
 
@@ -113,26 +100,16 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
         owner: the class or function that error messages name.
         noise_scale: the value to check.
     """
-    try:
-        scale = noise_scale if isinstance(noise_scale, Tensor) else torch.as_tensor(noise_scale, device="cpu")
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{owner}(noise_scale={noise_scale!r}): noise_scale must be a number or a tensor.") from error
-    if scale.dtype == torch.bool or scale.is_complex():
-        raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must be real numbers, not {scale.dtype}.")
-    if scale.ndim > 1:
-        raise ValueError(
-            f"{owner}: noise_scale has shape {tuple(scale.shape)}; it must be a number or standard deviations [A]. For "
-            "noise with a covariance matrix C pass C.diagonal().sqrt()."
-        )
+    if not isinstance(noise_scale, Tensor):
+        noise_scale = torch.tensor(as_number(owner, "noise_scale", noise_scale), device="cpu")
     # checked in float32, where a tiny positive number becomes 0
-    scale = scale.float()
-
-    def require(is_met: Callable[[], Any], rule: str) -> None:
-        raise_if(lambda: not is_met(), lambda: ValueError(f"{owner}(noise_scale={noise_scale}): {rule}"))
-
-    require(lambda: scale.isfinite().all(), "noise_scale must be finite.")
-    require(
-        lambda: scale.clamp_min(0).square().gt(0).all(), "noise_scale must be > 0, and so must its square in float32."
+    scale = noise_scale.float()
+    raise_if(
+        lambda: not (scale.isfinite() & (scale.clamp_min(0).square() > 0)).all(),
+        lambda: ValueError(
+            f"{owner}(noise_scale={noise_scale}): noise_scale must be finite and > 0, and so must its square in "
+            "float32."
+        ),
     )
 
 
@@ -181,7 +158,13 @@ def gaussian_policy_kl(difference: Tensor, noise_scale: float | Tensor, *, eps: 
 
 def divergence(difference: Tensor, noise_scale: float | Tensor, eps: float) -> Tensor:
     """Compute :func:`gaussian_policy_kl` without checking the values of its arguments."""
-    noise_variance = as_noise_scale(noise_scale, difference).square()
+    scale, size = torch.as_tensor(noise_scale, dtype=difference.dtype, device=difference.device), difference.shape[-1]
+    if scale.shape not in ((), (size,)):
+        raise ValueError(
+            f"noise_scale has shape {tuple(scale.shape)}; actions of {size} dimensions need a number or a tensor of "
+            f"shape [{size}]."
+        )
+    noise_variance = scale.square()
     mean = difference.mean(-2)
     variance = (difference - mean.unsqueeze(-2)).square().mean(-2) + eps
     kl = (variance + mean.square()) / noise_variance - 1 + (noise_variance / variance).log()
@@ -231,11 +214,6 @@ def log_ratio(log_p: Tensor, log_q: Tensor, power: float = 1.0) -> Tensor:
     """Power · log(p / q), at most :func:`max_log_ratio`; −inf where p = 0, also if q = 0."""
     ratio = ((log_p - log_q) * power).masked_fill(log_p == -math.inf, -math.inf)
     return ratio.clamp_max(max_log_ratio(ratio.dtype))
-
-
-def _require_discount(name: str, gamma: float | Tensor) -> None:
-    if not isinstance(gamma, Tensor):
-        UNIT_INTERVAL(name, "gamma", gamma)
 
 
 def _require_shape(name: str, expected: torch.Size, **tensors: Tensor) -> None:
@@ -308,7 +286,8 @@ def off_policy_trace_return(
                 [6.]])
     """
     terminated = done if terminated is None else terminated
-    _require_discount("off_policy_trace_return", gamma)
+    if not isinstance(gamma, Tensor):
+        UNIT_INTERVAL("off_policy_trace_return", "gamma", gamma)
     _require_shape(
         "off_policy_trace_return",
         action_value.shape,
@@ -412,7 +391,6 @@ def retrace(
         tensor([[5.],
                 [2.]])
     """
-    _require_discount("retrace", gamma)
     UNIT_INTERVAL("retrace", "lmbda", lmbda)
     THRESHOLD("retrace", "rho_thresh", rho_thresh)
     POWER("retrace", "rho_power", rho_power)
@@ -464,7 +442,6 @@ def q_opc(
         tensor([[6.],
                 [2.]])
     """
-    _require_discount("q_opc", gamma)
     UNIT_INTERVAL("q_opc", "lmbda", lmbda)
     trace = torch.full_like(action_value, lmbda)
     return off_policy_trace_return(
@@ -514,7 +491,6 @@ def importance_sampling_return(
         tensor([[7.],
                 [2.]])
     """
-    _require_discount("importance_sampling_return", gamma)
     _require_shape(
         "importance_sampling_return", next_state_value.shape, log_pi=log_pi, log_mu=log_mu, reward=reward, done=done
     )

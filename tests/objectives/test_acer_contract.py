@@ -248,7 +248,7 @@ def test_reset_parameters_before_lazy_layers_have_shapes():
 @both
 def test_what_the_constructor_decides_is_named_where_another_way_is_tried(acer):
     loss = acer.Setting().loss
-    with pytest.raises(AttributeError, match="set_keys"):
+    with pytest.raises(AttributeError, match="in_keys"):
         loss.in_keys = ["observation"]
     for ask in (loss.make_value_estimator, lambda: loss.value_estimator):
         with pytest.raises(NotImplementedError, match="gamma=, lmbda=, returns="):

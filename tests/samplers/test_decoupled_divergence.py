@@ -48,9 +48,9 @@ def test_ornstein_uhlenbeck_noise():
         ({"noise_scale": 1e-23, "eps": 0.0}, "its square"),
         ({"noise_scale": math.inf}, "noise_scale must be finite"),
         ({"noise_scale": math.nan}, "noise_scale must be finite"),
-        ({"noise_scale": 0.0}, "noise_scale must be > 0"),
-        ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be > 0"),
-        ({"noise_scale": torch.eye(2)}, r"must be a number or standard deviations \[A\]. For noise with a covariance"),
+        ({"noise_scale": 0.0}, "noise_scale must be finite and > 0"),
+        ({"noise_scale": torch.tensor([0.1, -0.1])}, "noise_scale must be finite and > 0"),
+        ({"noise_scale": torch.ones(2, 2)}, r"noise_scale has shape \(2, 2\); actions of 2 dimensions"),
     ],
 )
 def test_bad_arguments_of_the_divergence(arguments, message):

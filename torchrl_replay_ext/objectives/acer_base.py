@@ -194,10 +194,6 @@ class ACERBase(LossModule):
         """All entries that the loss reads, except those that are optional."""
         return list(self._entries)
 
-    @in_keys.setter
-    def in_keys(self, value: Any) -> None:
-        raise AttributeError(f"{type(self).__name__}.in_keys: use set_keys().")
-
     def _params(self, network: str, *, average: bool = False) -> AbstractContextManager:
         params: TensorDictParams = getattr(self, f"target_{network}_params" if average else f"{network}_params")
         # with preserve_module_state=True, parameters that require gradients would replace buffers of the average policy
