@@ -102,7 +102,10 @@ def test_each_recipe_trains_on_an_accelerator(name, emulated_runs):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(("decoupled", "rank", "slices, reaper", "tables, proportional, pinned", "frames, slices, rank"), CASES),
+    slow_but(
+        ("decoupled", "rank", "of one's own", "slices, reaper", "tables, proportional, pinned", "frames, slices, rank"),
+        CASES,
+    ),
 )
 def test_random_operations_never_mix_devices(name, device):
     """Data comes from the device or from the CPU; see ``operations.py`` for what happens to the buffer."""
