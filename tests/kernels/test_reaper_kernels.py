@@ -69,13 +69,16 @@ def where_proposals_are_rejected(mass, factor):
     return mass
 
 
-@pytest.mark.parametrize("omega", [0.0, 0.5, 20.0])
+@pytest.mark.parametrize("omega", [0.0, 1.0, 20.0])
 def test_all_implementations_draw_the_same_by_reliability(run, omega):
     index = some_episodes()
     tree, slots = a_tree(300), torch.arange(300)
     if omega > 1:
         tree.write(slots, where_proposals_are_rejected(tree.get(slots) >> 20, index.reliability(slots) ** omega))
     tree.write(torch.arange(0, 300, 7), 0)
+    if omega == 1:
+        # some rows reject more proposals than a thread block tests together
+        tree.write(slots[index.reliability(slots) > 0.3], 0)
     draw = partial(draw_by_reliability, index, omega, tree)
     torch.manual_seed(1)
     expected = draw()
