@@ -103,16 +103,9 @@ class EpisodeIndex(WriteObserver):
         memory = self._lane_episode, self._lane_next, self._count, self._free_records, self._free_pages
         # the first one stands for no changes
         self._memory = Views(torch.empty(5, 0, dtype=torch.int64, device="cpu"), *memory)
-        tree, sums = self._prefix_tree, self._totals
-        on_device = (
-            tree.leaves,
-            tree.nodes,
-            self._lane_total,
-            self._is_finished,
-            self._updated_at,
-            sums.leaves,
-            sums.nodes,
-        )
+        tree, totals = self._prefix_tree, self._totals
+        of_lanes_and_records = self._lane_total, self._is_finished, self._updated_at
+        on_device = tree.leaves, tree.nodes, *of_lanes_and_records, totals.leaves, totals.nodes
         self._sums = self._arguments(self._read, on_device)
         nothing = [torch.empty(0, dtype=each.dtype, device="cpu") for each in on_device]
         self._sums_on_host = self._arguments(self._decided, nothing)

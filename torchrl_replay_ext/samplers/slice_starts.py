@@ -107,7 +107,7 @@ class SliceStarts(Follower):
         """Insert new transitions, in the order of writing. They replace the content of their slots.
 
         ``slots``, int64 [n] on the CPU, are consecutive in the ring. For ``marks`` and errors see
-        :meth:`~torchrl_replay_ext.core.streams.Lanes.write`.
+        :meth:`~torchrl_replay_ext.core.streams.Lanes.run_write`.
         """
         if not self._is_copied:
             self.lanes.run_write(slices_write, slots, marks, *self._views())

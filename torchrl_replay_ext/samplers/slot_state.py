@@ -48,7 +48,7 @@ class SlotState(WriteObserver, ABC):
     parts: Sequence[WriteObserver] = ()
     # True if writes in a graph have the same effect as outside of it
     writes_in_graphs = True
-    # what set_up_state derives from the parts
+    # names of the state that allocate() sets; True if the order of the writes matters to a part
     _saved_names: Sequence[str] = ()
     _is_ordered = False
     # True once rows were written, or those of the storage were taken in: then the storage holds no unknown rows
@@ -91,7 +91,6 @@ class SlotState(WriteObserver, ABC):
         self._write_observers: list[WriteObserver] = [*self.followers, *self.parts, self]
         # those that read rows
         self._row_readers = [part for part in self._write_observers if type(part).write is not WriteObserver.write]
-        # True if the order of the writes matters to a part
         self._is_ordered = any(part.needs_order for part in self._write_observers)
 
     def attach(self, follower: Follower, reader: EpisodeReader) -> None:

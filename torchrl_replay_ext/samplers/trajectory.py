@@ -85,10 +85,10 @@ class TrajectoryRetraceSampler(SamplerWrapper):
     * ``pad=True``: all stored transitions are equally likely to be a start. This includes transitions of short episodes
       and the last steps of long episodes. Every slice has at least one real step.
     * ``pad=False``: all transitions followed by ``slice_len`` - 1 stored steps of their episode are equally likely.
-    * ``anchors``: another sampler draws the starts. Its ``priority_weight`` applies to all steps
-      of a slice. TD errors of all steps become priorities; if slices overlap, the largest one of a slot counts. So
-      padded rows have no effect if their TD error is 0, as the losses write it, and they come back in one update with
-      the rest of their slice. Slices may come back in any order and as copies.
+    * ``anchors``: another sampler draws the starts. Its ``priority_weight`` applies to all steps of a slice. TD errors
+      of all steps become priorities; if slices overlap, the largest one of a slot counts. So padded rows have no effect
+      if their TD error is 0, as the losses write it, and they come back in one update with the rest of their slice.
+      Slices may come back in any order and as copies.
 
     :meth:`newest` returns the on-policy slices of Algorithm 1.
 

@@ -32,7 +32,7 @@ def _tables_of(position_of: Tensor, num_tables: int) -> Tables:
 
 @jit
 def _position(tables, table, slot):
-    """The position of a slot in a table; negative if it is not there, or is no slot."""
+    """The position of a slot in a table; negative if the table does not hold it, or if it is out of range."""
     is_slot = (slot >= 0) & (slot < tables.num_slots)
     at = (table - tables.first).to(tl.int64) * tables.num_slots + slot
     listed = tl.load(tables.position_of + at, mask=is_slot & (table >= tables.first), other=-1).to(tl.int64)
