@@ -15,6 +15,8 @@ NOOP, FIRE = 0, 1
 class Lives(gymnasium.Wrapper):
     """Starts episodes with FIRE and, optionally, ends them when a life is lost.
 
+    ``info["scored"]`` says whether the reward of a step is positive, for an event table of it.
+
     Args:
         env: an environment with AtariPreprocessing.
         episodic: whether a lost life ends an episode. The next episode then continues the same game, unless the game is
@@ -44,7 +46,7 @@ class Lives(gymnasium.Wrapper):
         elif lost and self._fire:
             observation, more, terminated, truncated, info = self.env.step(FIRE)
             reward = float(reward) + float(more)
-        return observation, reward, terminated, truncated, info
+        return observation, reward, terminated, truncated, info | {"scored": float(reward) > 0}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode. After a lost life, it continues the same game unless a seed is given."""

@@ -148,6 +148,16 @@ class TestGame:
             rewards[clipped] = {float(env.step(int(rng.integers(6)))[1]) for _ in range(60)}
         assert rewards[True] == {0.0, 1.0} and rewards[False] == {0.0, 25.0}
 
+    @pytest.mark.parametrize(
+        ("game", "rewards"), [("qbert", {0.0: False, 1.0: True}), ("pong", {0.0: False, -1.0: False})]
+    )
+    def test_a_positive_reward_is_signalled(self, game, rewards):
+        """An event table can be one of points won: +env.events.scored={history: 100, eta: 0.25}."""
+        env, rng = make(game), np.random.default_rng(0)
+        env.reset(seed=0)
+        steps = [env.step(int(rng.integers(6))) for _ in range(150)]
+        assert {reward: info["scored"] for _, reward, _, _, info in steps} == rewards
+
     def test_stored_frames_are_the_wrapper_s_stacks(self):
         """Random play of three games side by side, over the ring several times."""
         behaviour = EpsilonRandom(None, gymnasium.spaces.Discrete(4), seed=0)
