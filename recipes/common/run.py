@@ -119,6 +119,8 @@ class Run:
         if config.cudagraphs and self.device.type != "cuda":
             raise ConfigError(f"cudagraphs=true: needs a CUDA device, the device is {self.device}")
         torch.set_num_threads(config.num_threads)
+        # Adam's averages of gradients that have become 0 end as denormal numbers, with which a CPU calculates slowly
+        torch.set_flush_denormal(True)
         random.seed(config.seed)
         np.random.seed(config.seed)
         torch.manual_seed(config.seed)
