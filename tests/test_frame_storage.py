@@ -33,6 +33,15 @@ def extend(data, *buffers):
         rb.extend(data.clone())
 
 
+def n_step(data, n):
+    """The rows with the next observation up to n steps later: until the trajectory, or the data, ends."""
+    trajectories, following = data["collector", "traj_ids"], data["next", "observation"].clone()
+    for row, trajectory in enumerate(trajectories):
+        later = (trajectories[row:] == trajectory).nonzero()[:n]
+        data["next", "observation"][row] = following[row + later[-1, 0]]
+    return data
+
+
 def assert_same(once, plain):
     """By bits: -0.0 is not 0.0, and NaN is NaN."""
     ours, theirs = once[:].cpu(), plain[:]
@@ -43,30 +52,32 @@ def assert_same(once, plain):
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("layout", ["interleaved", "env_major", "any"])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("capacity", "num_envs", "depth"), [(1, 1, 1), (7, 3, 4), (50, 4, 2), (50, 80, 4)])
-def test_what_is_read_is_what_was_written(capacity, num_envs, depth, layout, device):
+def test_what_is_read_is_what_was_written(capacity, num_envs, depth, n, layout, device):
     rng, padding = random.Random(capacity * num_envs), "zero" if num_envs == 4 else "reset"
     shape = (4, 2) if num_envs == 3 else (3, 2)
     streams = StackedStreams(num_envs, depth=depth, padding=padding, lost=0.05, seed=num_envs, shape=shape)
     with EmulatedDevice("torchrl_replay_ext") if device == "emulated" else nullcontext():
-        once, plain = pair(capacity, device=device, frame_capacity=(depth + 1) * capacity)
+        once, plain = pair(capacity, device=device, frame_capacity=2 * depth * capacity, n_step=n)
         for _ in range(20):
-            data = streams.chunk(layout, rng.choice([1, 2, 5, 13, 2 * capacity]))
+            data = n_step(streams.chunk(layout, rng.choice([1, 2, 5, 13, 2 * capacity])), n)
             plain.extend(data.clone())
             once.extend(data.to(rng.choice(["cpu", device])))
             assert_same(once, plain)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "env_major"])
-def test_an_episode_of_l_steps_takes_l_plus_1_frames(layout):
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_an_episode_of_l_steps_takes_l_plus_1_frames(layout, n):
     """For any division of its steps into writes; frames that no stored transition needs are freed."""
-    once, _ = pair(400)
+    once, _ = pair(400, n_step=n)
     streams = StackedStreams(4, end=0, still=0)
     for _ in range(10):
-        once.extend(streams.chunk(layout, 40))
+        once.extend(n_step(streams.chunk(layout, 40), n))
     assert once.storage.num_frames == 4 * 101
     for _ in range(40):
-        once.extend(streams.chunk("interleaved", 40))
+        once.extend(n_step(streams.chunk("interleaved", 40), n))
         # with the frames before the oldest step of each environment
         assert once.storage.num_frames == 4 * (100 + 4)
     once.empty()
@@ -74,6 +85,17 @@ def test_an_episode_of_l_steps_takes_l_plus_1_frames(layout):
     for padding in ("zero", "reset"):
         once.extend(StackedStreams(1, end=1, still=0, padding=padding).rollout([0] * 20, with_ids=False))
     assert once.storage.num_frames == 80
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_frame_that_returns_is_stored_once(n):
+    """It counts as seen again, so that no later frame is forgotten too early."""
+    frames = torch.randint(256, (100, 3, 2), dtype=torch.uint8)
+    frames[40], frames[60] = frames[38], frames[57]
+    stacks, once = frames.unfold(0, 4, 1).movedim(-1, 1), pair(100, n_step=n)[0]
+    for row in range(97 - n):
+        once.extend(TensorDict({"observation": stacks[row], "next": {"observation": stacks[row + n]}}, []).unsqueeze(0))
+    assert once.storage.num_frames == len(frames.flatten(1).unique(dim=0)) == 98
 
 
 def test_slots_in_any_order_and_single_transitions():
@@ -151,18 +173,27 @@ class TestSaving:
         for state, error, message in (
             (other.state_dict(), ValueError, r"the state is for a storage of 20 slots.*this buffer has 12 slots"),
             (without, RuntimeError, "the loaded state has no frames"),
-            (shorter, ValueError, r"the state has frames \(3, 3, 2\) of torch.uint8"),
+            (shorter, ValueError, r"the state has 3 frames of stacks .* \(\(4, 3, 2\), torch.uint8\)"),
         ):
             with pytest.raises(error, match=message):
                 once.storage.load_state_dict(state)
         assert_same_state(once.storage.state_dict(), before)
+
+    @pytest.mark.parametrize(("saved", "n"), [(1, 3), (3, 1)])
+    def test_a_state_of_another_n_step_is_refused(self, saved, n):
+        """A transition of one step with stacks of 3 frames has as many frames as one of n steps with stacks of 2."""
+        storage, other = FrameStackStorage(20, n_step=saved), FrameStackStorage(20, n_step=n)
+        storage.set(torch.arange(5), StackedStreams(1, depth=3 if saved == 1 else 2).rollout([0] * 5))
+        with pytest.raises(ValueError, match=f"the state has .* expected .* for n_step={n}"):
+            other.load_state_dict(storage.state_dict())
+        assert len(other) == other.num_frames == 0
 
 
 def changed(data, key, change):
     return data.set(key, change(data[key]))
 
 
-APART = "the next observation of a row is not its observation shifted by one frame"
+APART = "the next observation of a row is not its observation shifted by one frame.*pass n_step="
 REFUSED = {
     "missing": (lambda data: data.exclude("observation"), KeyError, r"no entry \('observation',\) with stacked frames"),
     "dtype": (

@@ -41,15 +41,16 @@ def set_targets(loss_module: LossModule, learning: LearningConfig) -> None:
 
 
 def shares_frames(config: RunConfig) -> bool:
-    """Whether the buffer stores each frame once. The frames of n-step transitions are not those of the next step."""
-    return config.env.atari is not None and config.learning.n_step == 1
+    """Whether the buffer stores each frame once."""
+    return config.env.atari is not None
 
 
 def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTensorStorage | ext.FrameStackStorage:
     """The storage of a run: each transition whole, or with each frame of a game once."""
     if shares_frames(config):
         episodes = ext.Episodes(num_streams=max(64, 2 * config.num_envs))
-        return ext.FrameStackStorage(config.learning.buffer_size, episodes=episodes, device=device)
+        learning = config.learning
+        return ext.FrameStackStorage(learning.buffer_size, n_step=learning.n_step, episodes=episodes, device=device)
     return ext.CompilableTensorStorage(config.learning.buffer_size, device=device)
 
 

@@ -158,12 +158,13 @@ class TestGame:
         steps = [env.step(int(rng.integers(6))) for _ in range(150)]
         assert {reward: info["scored"] for _, reward, _, _, info in steps} == rewards
 
-    def test_stored_frames_are_the_wrapper_s_stacks(self):
-        """Random play of three games side by side, over the ring several times."""
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_stored_frames_are_the_wrapper_s_stacks(self, n):
+        """Random play of three games side by side, over the ring several times; single steps, and n-step returns."""
         behaviour = EpsilonRandom(None, gymnasium.spaces.Discrete(4), seed=0)
         env = partial(make, "breakout", max_frames=400)
-        collector = VectorCollector([env] * 3, behaviour, frames_per_batch=30, seed=0)
-        once = TensorDictReplayBuffer(storage=FrameStackStorage(170), batch_size=32)
+        collector = VectorCollector([env] * 3, behaviour, frames_per_batch=30, seed=0, n_step=n)
+        once = TensorDictReplayBuffer(storage=FrameStackStorage(170, n_step=n), batch_size=32)
         plain = TensorDictReplayBuffer(storage=LazyTensorStorage(170), batch_size=32)
         ends = 0
         for number in range(24):

@@ -261,6 +261,6 @@ events_draw = Kernel(
 
 frames_write = Kernel(
     "frames.write",
-    "slots trajectory before after streams! last! held! frames! ids! references! free! targets!",
+    "slots trajectory before after streams! recent! held! seen! frames! ids! references! free! targets!",
     for_cuda=False,
 )

@@ -27,14 +27,14 @@ class FrameStackStorage(CompilableTensorStorage):
     Write and read transitions as with any other storage, with whole stacks at ``frame_key`` and ``("next",
     frame_key)``, [n, k, ...], the newest frame last. Gymnasium's ``FrameStackObservation`` and TorchRL's ``CatFrames``
     (of frames with one channel) produce such stacks. A million transitions of four 84 x 84 bytes take 8 GB instead of
-    56. The two stacks of a sample are views of the same k + 1 frames: do not change them in place.
+    56. The two stacks of a sample are views of the same frames: do not change them in place.
 
-    **What is shared.** A transition needs the k frames of its observation and the newest frame of the next one, and the
-    storage holds their k + 1 ids. If the observation is equal, byte by byte, to the next observation of the previous
-    transition of its trajectory, only the newest frame is new. Else the transition gets frames of its own, but none
-    that is equal to the frame before it. An episode of L steps takes L + 1 frames. Reads return exactly the bytes that
-    were written, for any layout of environments and after the ring has overwritten earlier steps: a frame is freed when
-    neither a stored transition needs it nor the newest stack of one of the last ``num_streams`` trajectories.
+    **What is shared.** A frame is not stored again if it is equal, byte by byte, to the frame before it in its
+    transition, or to one of the k + 2n - 2 frames of its trajectory that were seen last, with the n of n-step
+    transitions. Frames of zeros are not stored at all. So an episode of L steps takes L + 1 frames. Reads return
+    exactly the bytes that were written, for any layout of environments and after the ring has overwritten earlier
+    steps: a frame is freed when it is neither needed by a stored transition nor one of those that were seen last in the
+    last ``num_streams`` trajectories.
 
     **On an accelerator** the frames are there, and their ids are counted on the CPU: the host waits in each write, and
     writes cannot be part of a graph. On the CPU they can.
@@ -45,15 +45,17 @@ class FrameStackStorage(CompilableTensorStorage):
             small storages (5 times ``max_size`` up to 1024 transitions), which is enough for episodes of 8 steps on
             average. Memory for a frame is allocated when the frame is first needed.
         frame_key: entry with the observations. Default: ``"observation"``.
+        n_step: the next observation of a transition is at most so many steps after its observation, >= 1; with 1,
+            exactly one step. Default: 1.
         episodes: trajectory ids are used, if present, to find the previous transition; without ids, it is the previous
-            row. The last transitions of ``num_streams`` trajectories are remembered, 64 if it is None. Default: None,
+            row. The last frames of ``num_streams`` trajectories are remembered, 64 if it is None. Default: None,
             as :class:`~torchrl_replay_ext.Episodes` says.
         device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
         KeyError: at a write, if stacks are missing.
-        ValueError: at a write, if the stacks of a transition are not one step apart, or their shape or dtype differs
-            from the stored stacks.
+        ValueError: at a write, if the stacks of a transition are not one step apart and ``n_step`` is 1, or their shape
+            or dtype differs from the stored stacks.
         RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator. Nothing is
             changed after an error, except in a compiled step: it raises the same errors, but may be half done.
 
@@ -75,6 +77,7 @@ class FrameStackStorage(CompilableTensorStorage):
         *,
         frame_capacity: int | None = None,
         frame_key: NestedKey = "observation",
+        n_step: int = 1,
         episodes: Episodes | None = None,
         device: torch.device | str = "cpu",
     ):
@@ -83,6 +86,7 @@ class FrameStackStorage(CompilableTensorStorage):
         if frame_capacity is None:
             frame_capacity = max_size + max(max_size // 8, min(4 * max_size, 4096))
         self._frame_capacity = require_integer(_OWNER, "frame_capacity", frame_capacity, least=max_size)
+        self._n_step = require_integer(_OWNER, "n_step", n_step)
         self._frame_keys = key_path(frame_key), ("next", *key_path(frame_key))
         self._episodes = require_episodes(_OWNER, episodes)
         # [k, ...], from the first write on
@@ -96,23 +100,31 @@ class FrameStackStorage(CompilableTensorStorage):
             self.device = stacks.device
         self._stack_shape, self._frame_dtype = tuple(stacks.shape[1:]), stacks.dtype
         depth, num_streams = stacks.shape[1], self._episodes.num_streams or 64
-        count, bytes_of_frame = self._frame_capacity + num_streams * depth + 1, stacks[0, 0].numel() * stacks.itemsize
+        # each frame is there until the last observation that has it, in whatever order the first frames come
+        held = num_streams, depth + 2 * self._n_step - 2
+        bytes_of_frame = stacks[0, 0].numel() * stacks.itemsize
+        count = self._frame_capacity + held[0] * held[1] + 1
         word = torch.uint8 if bytes_of_frame % 8 else torch.int64
         # not initialised, so that the operating system allocates memory only as it is needed
         self._words = torch.empty(count, bytes_of_frame // word.itemsize, dtype=word, device=self.device)
         self._words[0] = 0
-        self._last = torch.zeros(num_streams, depth, self._words.shape[1], dtype=word, device="cpu")
+        self._recent = torch.zeros(*held, self._words.shape[1], dtype=word, device="cpu")
         self._streams = torch.zeros(2, num_streams, dtype=torch.int64, device="cpu")
-        sizes = (self.max_size, depth + 1), (num_streams, depth), (count,), (count,)
+        self._seen = torch.zeros(held, dtype=torch.int64, device="cpu")
+        sizes = (self.max_size, self._width(depth)), held, (count,), (count,)
         numbers = (torch.zeros(size, dtype=torch.int32, device="cpu") for size in sizes)
         self._ids, self._held, self._references, self._free = numbers
         # for reads; on the CPU the ids themselves
         self._ids_there = self._ids.to(self.device)
         self._count_references()
 
+    def _width(self, depth: int) -> int:
+        """The number of frames that a transition needs: of the next observation the newest one, or all."""
+        return depth + 1 if self._n_step == 1 else 2 * depth
+
     def _count_references(self) -> None:
         """Count the references of ids that were set, and forget the trajectories."""
-        for tensor in (self._streams, self._last, self._held):
+        for tensor in (self._streams, self._recent, self._held, self._seen):
             tensor.zero_()
         self._ids_there.copy_(self._ids)
         self._references.copy_(self._ids.view(-1).bincount(minlength=len(self._references)))
@@ -202,7 +214,8 @@ class FrameStackStorage(CompilableTensorStorage):
         if len(targets):
             frames = before.new_empty(len(targets), before.shape[2])
         state = self._ids, self._references, self._free
-        frames_write(slots, trajectory, before, after, self._streams, self._last, self._held, frames, *state, targets)
+        memory = self._streams, self._recent, self._held, self._seen
+        frames_write(slots, trajectory, before, after, *memory, frames, *state, targets)
         if len(targets):
             targets = targets[targets > 0]
             self._words[to_device(targets, device)] = to_device(frames[: len(targets)], device)
@@ -222,8 +235,9 @@ class FrameStackStorage(CompilableTensorStorage):
         (depth, *shape), slots = self._stack_shape, to_device(slots, self._words.device)
         ids = gather_in_bounds(self._ids_there, slots.reshape(-1))
         frames = gather_in_bounds(self._words, ids.view(-1)).view(self._frame_dtype)
-        frames = frames.view(*slots.shape, depth + 1, *shape)
-        for first, key in enumerate(self._frame_keys):
+        width = self._ids.shape[1]
+        frames = frames.view(*slots.shape, width, *shape)
+        for first, key in zip((0, width - depth), self._frame_keys, strict=True):
             rows.set(key, frames.narrow(slots.ndim, first, depth))
         return rows
 
@@ -271,23 +285,29 @@ class FrameStackStorage(CompilableTensorStorage):
         return self._words.view(self._frame_dtype).view(-1, *self._stack_shape[1:])
 
     def _saved(self) -> dict[str, Tensor]:
-        """Ids, and the frames up to the last one that they name."""
-        return {} if self._stack_shape is None else {"ids": self._ids, "frames": self._frames[: self._ids.max() + 1]}
+        """Ids, the frames up to the last one that they name, and the number of frames of a stack."""
+        if self._stack_shape is None:
+            return {}
+        depth = torch.tensor(self._stack_shape[0], device="cpu")
+        return {"ids": self._ids, "frames": self._frames[: self._ids.max() + 1], "depth": depth}
 
     def _restore(self, saved: dict[str, Tensor]) -> None:
         """Restore what :meth:`_saved` returned. ValueError, before any change, if it does not fit."""
-        ids, frames = saved["ids"], saved["frames"]
-        if self._stack_shape is None:
-            self._allocate(frames[:1].unsqueeze(1).repeat_interleave(ids.shape[1] - 1, 1))
-        own = self._frames
-        fits = ids.shape == self._ids.shape and (frames.shape[1:], frames.dtype) == (own.shape[1:], own.dtype)
-        if not fits or not 0 <= ids.min() <= ids.max() < len(frames) <= len(own):
+        ids, frames, depth = saved["ids"], saved["frames"], int(saved["depth"])
+        stacks = (depth, *frames.shape[1:]), frames.dtype
+        expected = stacks if self._stack_shape is None else (self._stack_shape, self._frame_dtype)
+        shape_of_ids = self.max_size, self._width(expected[0][0])
+        fits = stacks == expected and ids.shape == shape_of_ids
+        if fits and self._stack_shape is None:
+            self._allocate(frames[:1].unsqueeze(1).repeat_interleave(depth, 1))
+        if not fits or not 0 <= ids.min() <= ids.max() < len(frames) <= len(self._words):
             raise ValueError(
-                f"{_OWNER}.load_state_dict: the state has frames {tuple(frames.shape)} of {frames.dtype}, and ids "
-                f"{tuple(ids.shape)}; expected {tuple(own.shape)} of {own.dtype}, and ids {tuple(self._ids.shape)}."
+                f"{_OWNER}.load_state_dict: the state has {len(frames)} frames of stacks with the shape and dtype "
+                f"{stacks}, and ids {tuple(ids.shape)}; expected {expected} and ids {shape_of_ids}, for "
+                f"n_step={self._n_step}."
             )
         self._ids.copy_(ids)
-        own[: len(frames)] = frames
+        self._frames[: len(frames)] = frames
         self._count_references()
 
     def state_dict(self) -> dict[str, Any]:
