@@ -50,3 +50,5 @@ def no_schemas_of_torchrl(monkeypatch):
 def fixed_state():
     torch.manual_seed(0)
     validate_on_accelerators(False)
+    # a run of a recipe sets it
+    torch.set_flush_denormal(False)

@@ -4,7 +4,6 @@ import sys
 from importlib import import_module
 
 import pytest
-import torch
 from torch import nn
 
 from recipes.common.networks import Normalizer
@@ -15,13 +14,6 @@ from tests.recipes.runs import copies, states
 @pytest.fixture(autouse=True)
 def only_schemas_of_recipes(no_schemas_of_torchrl):
     pass
-
-
-@pytest.fixture(autouse=True)
-def denormal_numbers():
-    """A run of a recipe rounds them to 0 from then on; other tests shall not notice."""
-    yield
-    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
