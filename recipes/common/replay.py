@@ -40,18 +40,13 @@ def set_targets(loss_module: LossModule, learning: LearningConfig) -> None:
     loss_module.make_value_estimator(gamma=learning.gamma, device=next(loss_module.parameters()).device)
 
 
-def shares_frames(config: RunConfig) -> bool:
-    """Whether the buffer stores each frame once."""
-    return config.env.atari is not None
-
-
 def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTensorStorage | ext.FrameStackStorage:
     """The storage of a run: each transition whole, or with each frame of a game once."""
-    if shares_frames(config):
-        episodes = ext.Episodes(num_streams=max(64, 2 * config.num_envs))
-        learning = config.learning
-        return ext.FrameStackStorage(learning.buffer_size, n_step=learning.n_step, episodes=episodes, device=device)
-    return ext.CompilableTensorStorage(config.learning.buffer_size, device=device)
+    learning = config.learning
+    if config.env.atari is None:
+        return ext.CompilableTensorStorage(learning.buffer_size, device=device)
+    episodes = ext.Episodes(num_streams=max(64, 2 * config.num_envs))
+    return ext.FrameStackStorage(learning.buffer_size, n_step=learning.n_step, episodes=episodes, device=device)
 
 
 def make_writer(sampler: Sampler) -> ext.EventTableWriter | None:

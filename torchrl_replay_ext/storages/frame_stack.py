@@ -47,9 +47,9 @@ class FrameStackStorage(CompilableTensorStorage):
         frame_key: entry with the observations. Default: ``"observation"``.
         n_step: the next observation of a transition is at most so many steps after its observation, >= 1; with 1,
             exactly one step. Default: 1.
-        episodes: trajectory ids are used, if present, to find the previous transition; without ids, it is the previous
-            row. The last frames of ``num_streams`` trajectories are remembered, 64 if it is None. Default: None,
-            as :class:`~torchrl_replay_ext.Episodes` says.
+        episodes: the key of the trajectory ids; without ids, all rows are taken for one trajectory. The last frames of
+            ``num_streams`` trajectories are remembered, 64 if it is None. Default: None, as
+            :class:`~torchrl_replay_ext.Episodes` says.
         device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
