@@ -29,7 +29,12 @@ def some_episodes(assigned=False, lanes=1):
         written.generation[slots] = number
         written.num_writes.fill_(number)
         written.last_seen_step.copy_(slots[-1] // written.layout.slots_per_step)
-        index.update(slots[::3], 2 * torch.rand(slots[::3].shape), stays_new=number % 4 == 0)
+        written.priority[slots] = -1.0
+        # also of no error, where an episode begins: R is 0 there
+        begins = (12 * number + step - 1) % (9 + stream) == 0
+        for rows, errors in ((slots[::3], 2 * torch.rand(slots[::3].shape)), (slots[begins], torch.zeros(1))):
+            index.update(rows, errors, stays_new=number % 4 == 0)
+            written.priority[rows] = errors
     return index
 
 
@@ -53,12 +58,19 @@ def test_all_implementations_have_the_same_reliability(run, assigned, lanes):
 @pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
 def test_all_implementations_find_the_same_smallest_density(run, omega, assigned, lanes):
     index = some_episodes(assigned, lanes)
-    masses = torch.randint(0, 2**24, (300,)) * (torch.arange(300) % 5 > 0)
-    psi = masses * index.reliability(torch.arange(300)) ** omega
+    factor = index.reliability(torch.arange(300)) ** omega
+    assert (factor == 0).any() or not omega
     result, exponent = torch.empty(1, dtype=torch.float64), torch.tensor([omega], dtype=torch.float64)
-    run(ops.reaper_smallest, masses, exponent, result, *index.arrays())
-    torch.testing.assert_close(result[0], psi[psi > 0].min(), rtol=1e-12, atol=0)
-    run(ops.reaper_smallest, torch.zeros_like(masses), exponent, result, *index.arrays())
+    some = torch.randint(0, 2**24, (300,)) * (torch.arange(300) % 5 > 0)
+    d = index._slots.priority
+    share = (d.abs() * SumTree.UNIT / index.largest_total()).clamp(1e-3, 1)
+    larger = torch.where(factor < 1, (2**20 / share**omega).long(), 2**20 + 9)
+    # some; alike, so that reliabilities decide; the larger, the less R may be; and the smallest ones where Ψ is 0
+    for masses in (some, 2**23 + some // 2**10, larger, torch.where(factor == 0, 1, some)):
+        psi = masses * factor
+        run(ops.reaper_smallest, masses, d, exponent, result, *index.arrays())
+        torch.testing.assert_close(result[0], psi[psi > 0].min(), rtol=1e-12, atol=0)
+    run(ops.reaper_smallest, torch.zeros_like(some), d, exponent, result, *index.arrays())
     assert result.isinf()
 
 

@@ -204,7 +204,7 @@ _EPISODES += "start_of! is_finished! updated_at! totals! maxima! "
 _READ_EPISODES = _EPISODES.replace("!", "") + "least_largest:int generation "
 
 reaper_reliability = Kernel("reaper.reliability", "slots result! " + _READ_EPISODES)
-reaper_smallest = Kernel("reaper.smallest", "masses omega result! " + _READ_EPISODES)
+reaper_smallest = Kernel("reaper.smallest", "masses d omega result! " + _READ_EPISODES)
 reaper_draw = Kernel("reaper.draw", "seed omega " + _TREE + "leaf! density! " + _READ_EPISODES)
 
 # the arguments of lanes.assign, and the fields of kernels.episodes.Memory

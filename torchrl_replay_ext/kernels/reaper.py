@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_replay_ext.kernels.episodes import position_of_slot
-from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN
+from torchrl_replay_ext.kernels.layouts import BITS, CHILDREN, UNIT
 from torchrl_replay_ext.kernels.loop import inlined, loop, part, uniform
 from torchrl_replay_ext.kernels.tree import descend, lowest_level, place_of
 
@@ -116,36 +116,36 @@ def reliability(
 
 
 @loop
-def smallest(
-    masses, omega, result, leaves, nodes, pages, capacity, position_of, num_lanes, span, lane_total,
-    episode, start_of, is_finished, updated_at, totals, maxima, least_largest, generation,
-):  # fmt: skip
-    """The smallest Ψ > 0 of all slots, which have the ``masses``; inf if there is none. O(N)."""
-    largest = max(maxima[0], least_largest)
-    running = np.empty(capacity + 1, np.int64)
-    running[0] = 0
-    for leaf in range(capacity):
-        running[leaf + 1] = running[leaf] + leaves[place_of(leaf, leaves, pages)]
-    best = np.inf
-    for slot in range(min(masses.shape[0], episode.shape[0], generation.shape[0])):
-        if masses[slot] <= 0:
-            continue
-        first, end, lane, divisor = _part_of_episode(
-            slot, episode[slot], generation[slot], position_of, num_lanes, span, start_of, is_finished, updated_at,
-            totals, largest,
-        )  # fmt: skip
-        ratio = 1.0
-        if divisor > 0:
-            first = min(max(first, 0), capacity)
-            total = running[min(max(end, first), capacity)] - running[first]
-            ratio = min(max((lane_total[lane] - total if lane >= 0 else total) / divisor, 0.0), 1.0)
-        # powers take most of the time; with omega <= 1, R^ω is at least R
-        if omega[0] <= 1 and masses[slot] * ratio >= best:
-            continue
-        psi = masses[slot] * ratio ** omega[0]
-        if 0 < psi < best:
-            best = psi
-    result[0] = best
+def smallest(masses, d, omega, result, *episodes):
+    """The smallest Ψ > 0 of all slots, which have the ``masses``; inf if there is none. O(N).
+
+    ``d``: their TD errors, float32; the sign is ignored. R is computed only where it may matter: it is at least d / F,
+    with F of Eq. 17, and at most 1, so the smallest Ψ is at most the smallest mass.
+    """
+    bits, least = d.view(np.int32), np.inf
+    for slot in range(masses.shape[0]):
+        if 0 < masses[slot] < least:
+            least = np.float64(masses[slot])
+    # the least R^ω of a slot, by the exponent of the float d: powers take time
+    bound, largest = np.empty(256, np.float64), max(episodes[13][0], episodes[14], 1)
+    for exponent in range(256):
+        bound[exponent] = min(2.0 ** (exponent - 127) * UNIT / largest, 1.0) ** omega[0]
+    slots, result[0] = np.empty(masses.shape[0], np.int64), np.inf
+    # all slots are tried if nothing is below the smallest mass, because its Ψ is 0
+    for limit in (least, np.inf):
+        count = 0
+        for slot in range(masses.shape[0]):
+            if masses[slot] > 0 and masses[slot] * bound[(bits[slot] >> 23) & 255] <= limit:
+                slots[count] = slot
+                count += 1
+        factor = np.empty(count, np.float64)
+        _set_factor(slots[:count], omega[0], factor, episodes)
+        for k in range(count):
+            psi = masses[slots[k]] * factor[k]
+            if 0 < psi < result[0]:
+                result[0] = psi
+        if result[0] <= limit:
+            return
 
 
 @loop

