@@ -83,7 +83,10 @@ def make_atari(env_id: str, atari: AtariConfig, options: dict[str, Any], *, trai
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"env.id={env_id}: Atari needs {package}; pip install ale-py opencv-python-headless")
     import ale_py
+    import cv2
 
+    # else it resizes frames with all cores
+    cv2.setNumThreads(1)
     # without it, the emulator prints a banner
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
     gymnasium.register_envs(ale_py)

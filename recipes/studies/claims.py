@@ -176,12 +176,9 @@ def aggregates_table(aggregates: Sequence[dict[str, Any]]) -> str:
     """A Markdown table with a row per comparison over several tasks."""
     lines = []
     for row in aggregates:
-        tasks, censored = {}, False
-        for name, envs in row["tasks"].items():
-            for env in envs:
-                found = compare({"study": name, "env": env, "expect": None, **row})
-                tasks[f"{name} {env}"] = found.pairs
-                censored |= bool(found.censored is not None and found.censored.any())
+        found = [compare({"expect": None, **row, **task}) for task in row["tasks"]]
+        tasks = {str(i): each.pairs for i, each in enumerate(found)}
+        censored = any(each.censored is not None and each.censored.any() for each in found)
         ratio, share = intervals.aggregate_ratio(tasks), intervals.probability_of_improvement(tasks)
         sizes = sorted({len(pairs) for pairs in tasks.values()})
         lines.append(
