@@ -279,6 +279,7 @@ OTHER_BASELINES = {
     "sset_cagrad": ["sset"],
     "sset_events": ["near goal", "goal", "gap and goal", "gap", "near start"],
     "sset_tworooms": ["gap shaping", "gap and goal"],
+    "reaper": ["uniform"],
     "deepsea": ["per", "recency"],
     "deepsea12": ["per"],
     "deepsea_20": ["per"],
