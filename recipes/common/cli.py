@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from recipes.common.config import RECIPES
 from recipes.common.errors import ConfigError, did_you_mean
-from recipes.common.files import CHECKPOINT, CONFIG, load_config, require_files
+from recipes.common.files import CHECKPOINT, CONFIG, PROGRESS, load_config, read_csv, require_files, was_stopped
 from recipes.common.options import compose_config, explain, help_text
 from recipes.common.schemas import SCHEMAS
 
@@ -152,6 +152,9 @@ def resumed_config(name: str, run_dir: Path, given: Mapping[str, Any]) -> DictCo
         else:
             others = f"{', '.join(RESUMABLE[1:])}, {group}.total_steps"
             raise ConfigError(f"{key}={value}: a resumed run keeps its configuration; only {others} can change")
+    extended, stop = f"{group}.total_steps" in given, resumed.get("stop_at_threshold")
+    if extended and stop and was_stopped(resumed, read_csv(run_dir / PROGRESS)):
+        raise ConfigError(f"resume={run_dir}: the run ended at env.reward_threshold; pass stop_at_threshold=false too")
     return resumed
 
 

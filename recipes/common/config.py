@@ -281,6 +281,9 @@ class RunConfig(Checked):
         if not self.env.events:
             text = "has no events; define some, as in conf/env/threerooms.yaml"
             raise ValueError(f"sampler={name}: env={self.env.name} {text}")
+        is_clipped = self.env.atari is not None and self.env.atari.clip_rewards
+        for event in self.env.events.values() if is_clipped else ():
+            event.require("above", (event.above or 0) < 1, "rewards are clipped to 1; use the flag scored")
         others = [event for event in self.env.events if event not in self.env.flags]
         text = "depends on the reward or observation of one step; use flags of the environment, or n_step=1"
         learning.require("n_step", learning.n_step == 1 or not others, f"{', '.join(others)} of env.events {text}")

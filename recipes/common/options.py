@@ -131,7 +131,7 @@ def help_text(recipe: str, schema: Any, words: Sequence[str]) -> str:
     """
     if "atari" in words:
         games = _wrapped("env=atari/<game>, where <game> is one of: " + ", ".join(GAMES), 2)
-        return f"{games}\n\n+env.atari.<option>=\n\n{_arguments(AtariConfig)}"
+        return f"{games}\n\nenv.atari.<option>=\n\n{_arguments(AtariConfig)}"
     config = compose_config(recipe, words, hydra=True)
     chosen = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in config}
     # in recipes.distributed, algorithm= chooses the group of hyperparameters

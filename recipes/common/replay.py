@@ -45,8 +45,12 @@ def make_storage(config: RunConfig, device: torch.device) -> ext.CompilableTenso
     learning = config.learning
     if config.env.atari is None:
         return ext.CompilableTensorStorage(learning.buffer_size, device=device)
-    episodes = ext.Episodes(num_streams=max(64, 2 * config.num_envs))
-    return ext.FrameStackStorage(learning.buffer_size, n_step=learning.n_step, episodes=episodes, device=device)
+    size, episodes = learning.buffer_size, ext.Episodes(num_streams=max(64, 2 * config.num_envs))
+    # event tables keep single histories, which end with a whole stack
+    further = config.env.atari.num_frames + learning.n_step - 1
+    share = sum(event.largest_eta * further / event.history for event in config.env.events.values())
+    frames = int(size * (9 / 8 + share)) + 4096 if share else None
+    return ext.FrameStackStorage(size, frame_capacity=frames, n_step=learning.n_step, episodes=episodes, device=device)
 
 
 def make_writer(sampler: Sampler) -> ext.EventTableWriter | None:

@@ -6,6 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from recipes.common import evaluation
@@ -15,7 +16,7 @@ from recipes.common.collector import EpsilonRandom, VectorCollector
 from recipes.common.networks import Convolutions, make_network
 from recipes.common.update import RMSProp, make_step
 from recipes.envs.atari import FIRE, NOOP, Lives, make_atari
-from tests.recipes.runs import TINY_ACER, Recipe, needs, tiny
+from tests.recipes.runs import TINY_ACER, Recipe, buffer_of, composed, needs, tiny
 from torchrl_replay_ext import FrameStackStorage
 
 GAME = "env=atari/breakout"
@@ -28,6 +29,24 @@ recipes = {
 
 def make(game="breakout", training=True, **changes):
     return make_atari(preset(game)["id"], AtariConfig(**changes), {}, training=training)
+
+
+def test_short_histories_have_room_for_the_frames_at_their_ends():
+    """Of every eight steps, the table of points keeps two, which have 1.75 times as many frames as transitions."""
+    event = "+env.events.scored={history: 2, eta: 0.5}"
+    replay = buffer_of(composed("dqn", GAME, "sampler=sset", event, "dqn.buffer_size=33000"))
+    for start in range(0, 72_000, 2_000):
+        step = torch.arange(start, start + 2_000)
+        frames = torch.arange(start, start + 2_004).view(torch.uint8).view(-1, 1, 8).unfold(0, 4, 1).movedim(-1, 1)
+        done, scored = torch.zeros(2_000, 1, dtype=torch.bool), (step % 8 == 0)[:, None]
+        following = {
+            "observation": frames[1:],
+            "events": {"scored": scored},
+            "reward": step[:, None].float(),
+            "done": done,
+        }
+        replay.extend(TensorDict({"observation": frames[:-1], "next": following}, [2_000]))
+    assert replay.storage.num_frames > 1.5 * len(replay)
 
 
 class ScriptedGame(gymnasium.Env):

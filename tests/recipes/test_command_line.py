@@ -55,6 +55,7 @@ MISTAKES = {
     "dqn dqn.cagrad=0.5": "dqn.cagrad=0.5: needs sampler=sset or sset_per",
     "dqn sampler=lap dqn.loss_function=l2": "needs the Huber loss, dqn.loss_function=smooth_l1",
     "sac env=hopper +env.events.x={above:9,novel:1,history:1,eta:.1}": "needs null for the others of above, quantile",
+    "dqn env=atari/pong sampler=sset +env.events.x={above:1,history:1,eta:.1}": "rewards are clipped to 1",
     "sac env=halfcheetah sampler=sset sac.n_step=2": "of env.events depends on the reward or",
     "dqn env=threerooms sampler=sset_per sampler.priority=per": "priority=per: must be a group",
     "td3 updates_per_graph=1": "must be a multiple of td3.policy_delay",

@@ -75,3 +75,11 @@ def test_a_finished_run_can_be_extended(tmp_path, name):
     assert (longer.total_steps, longer.scheduled) == (400, 96)
     with pytest.raises(ConfigError, match=f"{name}.total_steps=150: must be > 150"):
         recipe.resumed(tmp_path, f"{name}.total_steps=150")
+
+
+def test_a_run_that_ended_at_its_threshold_is_extended_beyond_it(tmp_path):
+    recipe = RECIPES["dqn"]
+    recipe.run(tmp_path, "stop_at_threshold=true", "env.reward_threshold=1")
+    with pytest.raises(ConfigError, match="pass stop_at_threshold=false too"):
+        recipe.resumed(tmp_path, "dqn.total_steps=400")
+    assert recipe.resume(tmp_path, "dqn.total_steps=150", "stop_at_threshold=false")[-1]["env_steps"] == "160"
