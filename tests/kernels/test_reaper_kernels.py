@@ -13,8 +13,8 @@ from torchrl_replay_ext.core.streams import EpisodeMarks
 from torchrl_replay_ext.kernels import ops
 
 
-def some_episodes(assigned=False, lanes=1):
-    """An index whose ring has wrapped, with finished, ongoing and new episodes."""
+def some_episodes(assigned=False, lanes=1, begins_at_zero=False):
+    """An index whose ring has wrapped, with finished, ongoing and new episodes; R of their first steps may be 0."""
     size, cursor = 300, 0
     written = some_slots(size, lanes, assigned)
     index = EpisodeIndex(written, a_reader(lanes))
@@ -30,8 +30,7 @@ def some_episodes(assigned=False, lanes=1):
         written.num_writes.fill_(number)
         written.last_seen_step.copy_(slots[-1] // written.layout.slots_per_step)
         written.priority[slots] = -1.0
-        # also of no error, where an episode begins: R is 0 there
-        begins = (12 * number + step - 1) % (9 + stream) == 0
+        begins = ((12 * number + step - 1) % (9 + stream) == 0) & begins_at_zero
         for rows, errors in ((slots[::3], 2 * torch.rand(slots[::3].shape)), (slots[begins], torch.zeros(1))):
             index.update(rows, errors, stays_new=number % 4 == 0)
             written.priority[rows] = errors
@@ -57,7 +56,7 @@ def test_all_implementations_have_the_same_reliability(run, assigned, lanes):
 @pytest.mark.parametrize("omega", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize(("assigned", "lanes"), [(False, 1), (False, 3), (True, 3)])
 def test_all_implementations_find_the_same_smallest_density(run, omega, assigned, lanes):
-    index = some_episodes(assigned, lanes)
+    index = some_episodes(assigned, lanes, begins_at_zero=True)
     factor = index.reliability(torch.arange(300)) ** omega
     assert (factor == 0).any() or not omega
     result, exponent = torch.empty(1, dtype=torch.float64), torch.tensor([omega], dtype=torch.float64)
