@@ -13,8 +13,8 @@ then a number of updates on replayed slices, drawn from a Poisson distribution w
 acer.on_policy=false skips the first update, as the paper does for continuous actions. A prioritized sampler draws the
 first step of each slice.
 
-The ablation of the paper: acer.returns=importance_sampling removes Retrace, acer.dueling=false the dueling network,
-acer.trust_region=false the trust region, and acer.c=inf truncation with bias correction.
+The ablation of the paper: acer.returns=importance_sampling removes Retrace, acer.trust_region=false the trust region,
+acer.c=inf truncation with bias correction, and with continuous actions, acer.dueling=false the dueling network.
 
 The baselines of the paper for continuous actions have acer.returns=truncated_importance_sampling, and no Q:
 

@@ -152,8 +152,8 @@ def resumed_config(name: str, run_dir: Path, given: Mapping[str, Any]) -> DictCo
         else:
             others = f"{', '.join(RESUMABLE[1:])}, {group}.total_steps"
             raise ConfigError(f"{key}={value}: a resumed run keeps its configuration; only {others} can change")
-    extended, stop = f"{group}.total_steps" in given, resumed.get("stop_at_threshold")
-    if extended and stop and was_stopped(resumed, read_csv(run_dir / PROGRESS)):
+    rows = read_csv(run_dir / PROGRESS) if (run_dir / PROGRESS).is_file() else []
+    if f"{group}.total_steps" in given and rows and was_stopped(resumed, rows):
         raise ConfigError(f"resume={run_dir}: the run ended at env.reward_threshold; pass stop_at_threshold=false too")
     return resumed
 

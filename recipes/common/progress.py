@@ -29,7 +29,8 @@ class Progress:
     def __init__(self, run_dir: Path, config: LoggerConfig, until: int = 0) -> None:
         self.path = run_dir / PROGRESS if config.csv else None
         name: Any = config.backend or ""
-        self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=name)
+        experiment = run_dir.name if name == "wandb" else name
+        self.logger = get_logger(name, logger_name=str(run_dir), experiment_name=experiment)
         if self.path is not None and self.path.is_file():
             rewrite(self.path, [row for row in read_csv(self.path, ["env_steps"]) if int(row["env_steps"]) <= until])
 

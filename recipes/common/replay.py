@@ -27,7 +27,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     **dict.fromkeys(EVENT_TABLES, ext.EventTableSampler),
     **dict.fromkeys(DECOUPLED, ext.DecoupledSampler),
 }
-PRIORITIZED = tuple({*SAMPLERS.values()} - {RandomSampler, ext.RecencySampler})
+WITH_STATS = tuple({*SAMPLERS.values(), ext.TrajectoryRetraceSampler} - {RandomSampler, ext.RecencySampler})
 
 # Entry in which a collector stores the event flags from the `info` of an environment.
 FLAGS = ("next", "events")

@@ -29,7 +29,7 @@ from recipes.common.errors import ConfigError, reason
 from recipes.common.evaluation import Evaluation, Policy, Value
 from recipes.common.files import CHECKPOINT, CONFIG, atomic_write, locked, reaches
 from recipes.common.progress import Means, Progress
-from recipes.common.replay import PRIORITIZED
+from recipes.common.replay import WITH_STATS
 from recipes.common.schemas import DistributedRun
 from recipes.studies.curves import draw_runs, read_run
 from recipes.studies.figures import save
@@ -58,7 +58,6 @@ class Counters:
     Args:
         env_steps: environment steps.
         updates: gradient updates.
-        evaluations: evaluations.
         last_return: mean return of the last evaluation; None before the first.
         best_return: the best mean return so far; None before the first evaluation.
         reached_at: environment steps at which an evaluation reached the threshold; None: none has.
@@ -68,7 +67,6 @@ class Counters:
 
     env_steps: int = 0
     updates: int = 0
-    evaluations: int = 0
     last_return: float | None = None
     best_return: float | None = None
     reached_at: int | None = None
@@ -238,7 +236,7 @@ class Run:
     def end_round(self) -> None:
         """Evaluate and save a checkpoint, if they are due, and move the progress bar."""
         learning, interval, steps = self.config.learning, self.config.checkpoint_interval, self.env_steps
-        if learning.evaluations_due(steps) > self.counters.evaluations:
+        if learning.evaluations_due(steps) > learning.evaluations_due(self._previous_steps):
             self._evaluate()
         self._bar.update(min(steps, learning.total_steps) - self._bar.n)
         if interval is not None and steps // interval > self._previous_steps // interval:
@@ -246,8 +244,7 @@ class Run:
 
     def _evaluate(self) -> None:
         config, counters = self.config, self.counters
-        counters.evaluations = config.learning.evaluations_due(self.env_steps)
-        seed = [config.seed, counters.evaluations]
+        seed = [config.seed, config.learning.evaluations_due(self.env_steps)]
         row = {
             "env_steps": self.env_steps,
             "updates": counters.updates,
@@ -262,7 +259,7 @@ class Run:
             row |= {f"sampler/{key}": value for key, value in self._replay.stats().items()}
         else:
             sampler: Any = self._replay.sampler
-            if type(sampler) in PRIORITIZED:
+            if type(sampler) in WITH_STATS:
                 numbers = sampler.stats().to_dict(convert_tensors=True)
                 row |= {f"sampler/{key}": value for key, value in numbers.items()}
         self._progress.write(row)

@@ -240,10 +240,10 @@ class ACERConfig(LearningConfig):
     learning_rate: float = within("> 0")
     on_policy: bool = MISSING
     replay_ratio: float = within(">= 0")
-    lmbda: float = MISSING
-    c: float = MISSING
+    lmbda: float = within("[0, 1]")
+    c: float = within(">= 0")
     trust_region: bool = MISSING
-    delta: float = MISSING
+    delta: float = within(">= 0")
     average: float = within("[0, 1)")
     returns: str = one_of(*RETURNS)
     entropy_coeff: float = MISSING
@@ -254,7 +254,7 @@ class ACERConfig(LearningConfig):
     statistics: str = one_of("probs", "logits", "log_probs", default="probs")
     shared_layers: bool = False
     sigma: float = within("> 0", default=0.3)
-    num_samples: int = 5
+    num_samples: int = within(">= 1", default=5)
     value_coeff: float = 0.5
     use_q_opc: bool = True
     dueling: bool = True
@@ -269,8 +269,8 @@ class ACERConfig(LearningConfig):
         self.require("replay_ratio", updates, "makes no updates with acer.on_policy=false")
 
     def num_updates(self) -> int:
-        """Expected number of gradient updates over which schedules are spread."""
-        return round(self.num_rounds() * (self.on_policy + self.replay_ratio))
+        """Expected number of replayed updates, over which schedules are spread: the others draw nothing."""
+        return max(1, round(self.num_rounds() * self.replay_ratio))
 
 
 @dataclass

@@ -83,3 +83,11 @@ def test_a_run_that_ended_at_its_threshold_is_extended_beyond_it(tmp_path):
     with pytest.raises(ConfigError, match="pass stop_at_threshold=false too"):
         recipe.resumed(tmp_path, "dqn.total_steps=400")
     assert recipe.resume(tmp_path, "dqn.total_steps=150", "stop_at_threshold=false")[-1]["env_steps"] == "160"
+
+
+def test_evaluations_keep_their_distance_in_a_second_extension(tmp_path):
+    recipe = RECIPES["dqn"]
+    recipe.run(tmp_path)
+    recipe.resume(tmp_path, "dqn.total_steps=140")
+    table = recipe.resume(tmp_path, "dqn.total_steps=200")
+    assert [int(row["env_steps"]) for row in table] == [32, 64, 96, 128, 144, 160, 192, 208]
