@@ -222,36 +222,46 @@ class EventTableWriter(CompilableWriter):
 
     def _detect_with_context(self, data: TensorDictBase, rows: EventRows) -> None:
         """Set the columns of ``rows.occurred`` for events whose conditions need earlier transitions."""
+        specs = [(number, spec) for number, spec in enumerate(self.tables.specs) if spec.context]
+        most = max(spec.context for _, spec in specs)
         order = rows.stream.argsort(kind="stable")
         stream, trajectory, ends, begins, _ = (column[order] for column in rows)
-        is_next = (stream[1:] == stream[:-1]) & (trajectory[1:] == trajectory[:-1]) & ~ends[:-1] & ~begins[1:]
-        borders = np.flatnonzero(~is_next) + 1
-        for first, episode in zip([0, *borders.tolist()], np.split(order, borders), strict=True):
-            goes_on = not begins[first] and (first == 0 or stream[first] != stream[first - 1])
-            segment: Any = data[torch.as_tensor(episode, device=data.device)]
-            for number, spec in enumerate(self.tables.specs):
-                if not spec.context:
-                    continue
-                given = segment
-                if goes_on:
-                    given = self._with_earlier(segment, int(stream[first]), int(trajectory[first]), spec.context)
-                result = spec.signal(given).detach().cpu().numpy().reshape(-1)
-                rows.occurred[episode, number] = result[len(result) - len(episode) :]
+        is_first_of_stream = np.append(True, stream[1:] != stream[:-1])
+        is_next = ~is_first_of_stream[1:] & (trajectory[1:] == trajectory[:-1]) & ~ends[:-1] & ~begins[1:]
+        firsts = np.append(0, np.flatnonzero(~is_next) + 1)
+        # of each episode: the slots of its earlier rows, and where its rows are in the data
+        none, goes_on = np.zeros(0, np.int64), is_first_of_stream & ~begins
+        earlier = [self._earlier(stream[k], trajectory[k], most) if goes_on[k] else none for k in firsts.tolist()]
+        episodes = np.split(order, firsts[1:])
+        joined, begin = self._joined(data, earlier, episodes), 0
+        for slots, episode in zip(earlier, episodes, strict=True):
+            end = begin + len(slots) + len(episode)
+            for number, spec in specs:
+                count = min(len(slots), spec.context)
+                result = spec.signal(joined[begin + len(slots) - count : end]).detach().cpu().numpy().reshape(-1)
+                rows.occurred[episode, number] = result[count:]
+            begin = end
 
-    def _with_earlier(self, segment: Any, stream: int, trajectory: int, count: int) -> Any:
-        """``segment`` after the last ``count`` stored transitions of the unfinished episode of its stream."""
+    def _earlier(self, stream: int, trajectory: int, count: int) -> np.ndarray:
+        """The slots of the last stored transitions of the unfinished episode of a stream, at most ``count``."""
         slot, number, last_trajectory = self._last_steps.get(stream, _NO_STEP)
-        known, slots = _torchrl.shape_and_device(self._storage), np.full(count, -1)
+        slots = np.full(count, -1)
         if last_trajectory == trajectory:
             events_earlier(slots, slot, number, *self.tables.arrays())
-        slots = slots[slots >= 0][::-1]
-        if known is None or not len(slots):
-            return segment
-        index = tuple(map(torch.from_numpy, np.unravel_index(slots, known[0])))
-        earlier = _torchrl.stored_data(self._storage)[index]
-        keys = set(earlier.keys(True, True)) & set(segment.keys(True, True))
-        device = next(iter(segment.values(True, True))).device
-        return torch.cat([earlier.select(*keys).to(device), segment.select(*keys)])
+        return slots[slots >= 0][::-1]
+
+    def _joined(self, data: Any, earlier: list[np.ndarray], episodes: list[np.ndarray]) -> Any:
+        """For each episode the stored rows in the slots ``earlier``, then its rows of ``data``."""
+        slots, known = np.concatenate(earlier), _torchrl.shape_and_device(self._storage)
+        if known is not None and len(slots):
+            index = tuple(map(torch.from_numpy, np.unravel_index(slots, known[0])))
+            stored = _torchrl.stored_data(self._storage)[index]
+            keys = set(stored.keys(True, True)) & set(data.keys(True, True))
+            device = next(iter(data.values(True, True))).device
+            data = torch.cat([stored.select(*keys).to(device), data.select(*keys)])
+        of_stored = np.split(np.arange(len(slots)), np.cumsum([len(part) for part in earlier])[:-1])
+        order = [part for pair in zip(of_stored, episodes, strict=True) for part in (pair[0], len(slots) + pair[1])]
+        return data[torch.as_tensor(np.concatenate(order), device=data.device)]
 
     # --- writing
 
