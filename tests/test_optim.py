@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 from torchrl_replay_ext import AdamStep, clip_gradients, compile_step
 
@@ -66,6 +67,13 @@ def test_adam_step_is_adam(make_step, options):
     # step counts are float32, and so are the values computed from them
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+def test_a_graph_computes_the_power_of_each_beta_once_and_not_for_every_few_entries():
+    sets, (optimizer, _) = pair()
+    step = AdamStep(optimizer)
+    _, (source,) = run_and_get_code(torch.compile(step, fullgraph=True), [torch.ones_like(each) for each in sets[0]])
+    assert len(re.findall(r"\bexp\(", source)) == 2
 
 
 def test_entries_without_gradients_are_left_out_and_gradients_may_come_one_by_one():

@@ -149,12 +149,11 @@ class AdamStep:
         beta1, beta2 = self._group["betas"]
         for state in self._states:
             state["step"].add_(1)
-        # 1 − βᵗ from tensors: the compiler computes it once, before the loops over the parameters. expm1, because the
-        # difference to 1 is small in the first steps
+        # 1 − βᵗ = −tanh(x / 2) (1 + eˣ) with x = t log β, without cancellation in the first steps. The compiler
+        # computes what has an exp and several users once; it would repeat expm1 for every few entries of parameters.
         count = self._states[0]["step"]
-        correction1, correction2 = (
-            -(count * math.log(beta)).expm1() if beta else torch.ones_like(count) for beta in (beta1, beta2)
-        )
+        exponents = [count * math.log(beta) if beta else torch.full_like(count, -math.inf) for beta in (beta1, beta2)]
+        correction1, correction2 = (-(x / 2).tanh() * (1 + x.exp()) for x in exponents)
         rate, root = self._group["lr"] / correction1, correction2.sqrt()
         for parameter, gradient, state in zip(self.parameters, gradients, self._states, strict=True):
             mean, square = state["exp_avg"], state["exp_avg_sq"]
