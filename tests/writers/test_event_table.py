@@ -121,20 +121,31 @@ def returned_for_three(data):
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
-    tables = EventTables([EventSpec("back", returned_for_three, 5, context=3)], {"back": 200})
+
+    def rose(data):
+        reward = data["next", "reward"].reshape(-1)
+        # one row comes before those that are written
+        assert len(reward) <= chunk + 1
+        return torch.nn.functional.pad(reward.diff() > 0.5, (1, 0))
+
+    specs = [EventSpec("back", returned_for_three, 5, context=3), EventSpec("rose", rose, 2, context=1)]
+    tables = EventTables(specs, {"back": 200, "rose": 200})
     rb = buffer(tables, 300)
     data = scripted(200, streams=2, p_done=0.1, seed=4)
     for first in range(0, 200, chunk):
         rb.extend(data[first : first + chunk].clone())
-    naive = NaiveTables([("back", 5, "back")], {"back": 200}, 300)
+    naive = NaiveTables([("back", 5, "back"), ("rose", 2, "rose")], {"back": 200, "rose": 200}, 300)
     history: dict = {}
     for row in data:
         trajectory = int(row["collector", "traj_ids"])
-        high = history.setdefault(trajectory, [])
-        high.append(bool(row["next", "reward"] > 0.8))
-        naive.write(trajectory, {"back": high[-4:] == [True, False, False, False]}, bool(row["next", "done"]))
-    assert len(naive.tables["back"]) > 20
-    assert contents(rb, tables, "back") == list(naive.tables["back"])
+        rewards = history.setdefault(trajectory, [])
+        rewards.append(row["next", "reward"].item())
+        back = [reward > 0.8 for reward in rewards[-4:]] == [True, False, False, False]
+        events = {"back": back, "rose": len(rewards) > 1 and rewards[-1] - rewards[-2] > 0.5}
+        naive.write(trajectory, events, bool(row["next", "done"]))
+    for name in ("back", "rose"):
+        assert len(naive.tables[name]) > 20
+        assert contents(rb, tables, name) == list(naive.tables[name])
 
 
 @pytest.mark.parametrize("history", [1, 2, 9])
