@@ -25,7 +25,6 @@ from recipes.common.errors import ConfigError, closest, did_you_mean
 from recipes.common.files import CONF, load_config
 
 Row = tuple[str, str]  # an option with its default (`key=value`), and its explanation
-COLUMN = 38
 
 
 def compose_config(recipe: str, words: Sequence[str], *, hydra: bool = False) -> DictConfig:

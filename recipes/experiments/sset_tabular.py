@@ -141,11 +141,6 @@ def run(method: str, seed: int) -> list[float]:
     return curve
 
 
-def steps_needed(curve: list[float]) -> float:
-    """Env steps until the error is at most THRESHOLD; inf if this never happens."""
-    return next((CHECK_INTERVAL * number for number, e in enumerate(curve, start=1) if e <= THRESHOLD), math.inf)
-
-
 def format_table(rows: list[dict]) -> str:
     """A table of median steps, their share of uniform's, and the number of seeds in which a method was faster."""
     of = {name: {row["seed"]: float(row["steps"]) for row in rows if row["method"] == name} for name in METHODS}
@@ -178,7 +173,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         for method, seed in tqdm(runs, desc="sset_tabular", leave=False):
             curve = run(method, seed)
             errors = {f"error_{CHECK_INTERVAL * (i + 1)}": f"{error:.4f}" for i, error in enumerate(curve)}
-            yield {"method": method, "seed": seed, "steps": steps_needed(curve), **errors}
+            good = (CHECK_INTERVAL * number for number, error in enumerate(curve, start=1) if error <= THRESHOLD)
+            yield {"method": method, "seed": seed, "steps": next(good, math.inf), **errors}
 
     columns = {"method": str, "seed": int, f"error_{CHECK_INTERVAL}": float}
     return parser.run(options, columns, measure, format_table, plot)

@@ -4,8 +4,8 @@
 
 recipes/results/claims.yaml lists the claims. The rule: a comparison is decided if its p value, corrected by Holm's
 method for all comparisons of one source, is below 0.05. It then is "yes" if the difference has the direction that the
-claim expects, and "no" if it has the other one. A claim that two variants are the same is "yes" if the 95 % interval
-lies within a quarter of 1. Everything else is "inconclusive".
+claim expects, and "no" if it has the other one. A claim that two variants are the same is "yes" if no run is censored
+and the 95 % interval lies within a quarter of 1. Everything else is "inconclusive".
 """
 
 import argparse
@@ -23,6 +23,7 @@ from recipes.common.files import atomic_write, markdown
 from recipes.studies import intervals
 from recipes.studies.report import (
     Study,
+    bound_of,
     censored_of,
     format_p_value,
     format_ratio,
@@ -53,7 +54,7 @@ class Comparison:
         pairs: numbers of (other, variant) for each seed, [n, 2].
         censored: whether these runs did not reach the threshold, [n, 2]; None: the numbers are last returns.
         expect: "less", "more" or "same"; None: an open question.
-        number: the ratio that the source gives.
+        number: the ratio that the source gives; NaN: none.
         spread: whether the standard deviations of last returns over the seeds are compared instead of their means.
     """
 
@@ -61,7 +62,7 @@ class Comparison:
     pairs: np.ndarray
     censored: np.ndarray | None
     expect: str | None
-    number: float | None
+    number: float
     spread: bool = False
     adjusted: float = np.nan
 
@@ -88,7 +89,7 @@ class Comparison:
         low, high = self.interval
         decided = self.adjusted < ALPHA
         if self.expect == "same":
-            return NO if decided else YES if SAME[0] < low and high < SAME[1] else OPEN
+            return NO if decided else YES if SAME[0] < low and high < SAME[1] and not bound_of(self.censored) else OPEN
         mean = np.std if self.spread else np.mean
         other, ours = mean(self.pairs if self.censored is None else np.log(self.pairs), axis=0)
         return OPEN if not decided else YES if (ours < other) == (self.expect == "less") else NO
@@ -104,8 +105,8 @@ class Comparison:
             found = f"{form} [{form}, {form}]".format(mean, *self.interval)
         else:
             found = format_ratio(self.pairs, self.censored)
-        low, high = self.interval
-        if self.number is not None and not low <= self.number <= high:
+        (low, high), bound = self.interval, bound_of(self.censored)
+        if (self.number < low and bound in ("", "≥")) or (self.number > high and bound in ("", "≤")):
             found += f", which excludes {self.number:g}"
         return f"{self.name}: {found}" if self.name else found
 
@@ -114,12 +115,12 @@ def compare(row: dict[str, Any]) -> Comparison:
     """The comparison that a row of claims.yaml describes; several studies are pooled."""
     study = pool([_study(name) for name in names_of(row)])
     study = replace(study, config=replace(study.config, baseline=row["than"]))
-    where, spread = (row["env"], row["variant"]), bool(row.get("spread"))
+    where, spread, number = (row["env"], row["variant"]), bool(row.get("spread")), row.get("number", np.nan)
     if spread or row.get("last"):
         of, censored = partial(last_value, column=row.get("column", study.config.column)), None
     else:
         of, censored = steps_of, study.pairs(*where, censored_of).astype(bool)
-    return Comparison(row.get("as", ""), study.pairs(*where, of), censored, row["expect"], row.get("number"), spread)
+    return Comparison(row.get("as", ""), study.pairs(*where, of), censored, row["expect"], number, spread)
 
 
 def names_of(row: dict[str, Any]) -> list[str]:
@@ -154,8 +155,7 @@ def claims_table(claims: Sequence[dict[str, Any]]) -> str:
     lines = []
     for claim, comparisons in zip(claims, decide(claims), strict=True):
         if comparisons:
-            several = len(comparisons) > 1
-            texts = [f"({i + 1}) " * several + each.text for i, each in enumerate(comparisons)]
+            texts = [f"({i + 1}) " * (len(comparisons) > 1) + each.text for i, each in enumerate(comparisons)]
             sizes = [len(each.pairs) for each in comparisons]
             seeds = ", ".join(str(size) for size, _ in groupby(sizes))
             smallest = min((each.adjusted for each in comparisons if not np.isnan(each.adjusted)), default=np.nan)
@@ -178,7 +178,8 @@ def aggregates_table(aggregates: Sequence[dict[str, Any]]) -> str:
     for row in aggregates:
         found = [compare({"expect": None, **row, **task}) for task in row["tasks"]]
         tasks = {str(i): each.pairs for i, each in enumerate(found)}
-        censored = any(each.censored is not None and each.censored.any() for each in found)
+        bound = bound_of(np.concatenate([each.censored for each in found if each.censored is not None]))
+        of_tasks = [intervals.geometric_mean_ratio(pairs) for pairs in tasks.values()]
         ratio, share = intervals.aggregate_ratio(tasks), intervals.probability_of_improvement(tasks)
         sizes = sorted({len(pairs) for pairs in tasks.values()})
         lines.append(
@@ -186,11 +187,12 @@ def aggregates_table(aggregates: Sequence[dict[str, Any]]) -> str:
                 row["as"],
                 str(len(tasks)),
                 " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1])))),
-                "~ " * censored + "{:.2f} [{:.2f}, {:.2f}]".format(*ratio),
+                "{} {:.2f} [{:.2f}, {:.2f}]".format(bound, *ratio).strip(),
+                f"{min(of_tasks):.2f} to {max(of_tasks):.2f}",
                 "{:.2f} [{:.2f}, {:.2f}]".format(*share),
             )
         )
-    return markdown(("", "tasks", "seeds", "ratio of steps", "probability of fewer steps"), lines)
+    return markdown(("", "tasks", "seeds", "ratio of steps", "of each task", "probability of fewer steps"), lines)
 
 
 def tables() -> dict[str, str]:

@@ -102,10 +102,8 @@ def pool(studies: Sequence[Study]) -> Study:
     for env, variants in studies[0].runs.items():
         for name in variants:
             if all(name in each.runs.get(env, {}) for each in studies):
-                numbered = [
-                    (1000 * n + run.seed, run) for n, each in enumerate(studies) for run in each.runs[env][name]
-                ]
-                runs[env][name] = [replace(run, seed=seed) for seed, run in numbered]
+                own = [(1000 * n, run) for n, each in enumerate(studies) for run in each.runs[env][name]]
+                runs[env][name] = [replace(run, seed=offset + run.seed) for offset, run in own]
     return replace(studies[0], rows=[row for each in studies for row in each.rows], runs=runs)
 
 
@@ -136,6 +134,13 @@ def format_median(steps: np.ndarray, censored: np.ndarray) -> str:
     return f"{'≥ ' * bounded}{median:,.0f}"
 
 
+def bound_of(censored: np.ndarray | None) -> str:
+    """What a ratio of steps is if runs of (baseline, variant), [n, 2], are censored: "≥", "≤" or, if of both, "~"."""
+    if censored is None or not censored.any():
+        return ""
+    return "~" if censored.any(0).all() else "≤" if censored[:, 0].any() else "≥"
+
+
 def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     """The text of the geometric mean of ratios with its interval, marked as a bound if runs are censored.
 
@@ -145,9 +150,7 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
     """
     if censored.all():
         return NEITHER
-    baseline, variant = (bool(column.any()) for column in censored.T)
-    sign = {(False, False): "", (False, True): "≥ ", (True, False): "≤ ", (True, True): "~ "}[baseline, variant]
-    text = f"{sign}{intervals.geometric_mean_ratio(pairs):.2f}"
+    text = f"{bound_of(censored)} {intervals.geometric_mean_ratio(pairs):.2f}".strip()
     # If the variant never reached the threshold, the interval would show the spread of the baseline alone.
     if censored[:, 1].all() or len(pairs) < 2:
         return text
@@ -156,10 +159,13 @@ def format_ratio(pairs: np.ndarray, censored: np.ndarray) -> str:
 
 
 def p_value_of(pairs: np.ndarray, censored: np.ndarray) -> float:
-    """The p value of a comparison: of the log-rank test if runs are censored, else of the paired log ratios."""
-    if censored.any():
-        return intervals.censored_p_value(pairs, censored)
-    return intervals.paired_p_value(np.log(pairs[:, 1] / pairs[:, 0]))
+    """The p value of a comparison, of paired log ratios or of the log-rank test.
+
+    The latter if runs are censored, except where their full lengths could only move the mean ratio further from 1.
+    """
+    ratios = np.log(pairs[:, 1] / pairs[:, 0])
+    is_further = {"": True, "≥": ratios.mean() > 0, "≤": ratios.mean() < 0, "~": False}[bound_of(censored)]
+    return intervals.paired_p_value(ratios) if is_further else intervals.censored_p_value(pairs, censored)
 
 
 def format_p_value(value: float) -> str:
@@ -180,13 +186,13 @@ def last_value(run: Curve, column: str) -> float:
 def result_of(study: Study, env: str, variant: str) -> list[str]:
     """The cells of a variant's row in the table; `caption` defines them."""
     steps, censored = study.values(env, variant, steps_of), study.values(env, variant, censored_of)
-    pairs = study.pairs(env, variant, steps_of)
-    compared = variant != study.config.baseline and len(pairs)
+    pairs = study.pairs(env, variant, steps_of), study.pairs(env, variant, censored_of)
+    compared = variant != study.config.baseline and len(pairs[0])
     return [
         f"{(~censored).sum()} of {len(steps)}",
         format_median(steps, censored),
         f"{'≥ ' * bool(censored.any())}{steps.mean():,.0f}",
-        *(comparison(pairs, study.pairs(env, variant, censored_of)) if compared else ("", "")),
+        *(comparison(*pairs) if compared else ("", "")),
         study.config.claims.get(env, {}).get(variant, ""),
         *last_evaluations(study, env, variant, study.config.column),
     ]
@@ -224,8 +230,9 @@ def caption(config: StudyConfig) -> str:
         "the same seed, geometric mean over the seeds that both have; 0.5 means half as many steps, 2 twice as many. "
         "A run that did not reach the threshold counts with its full length. This makes a number a lower bound (≥) or "
         "an upper bound (≤); ~ marks a ratio that is no bound, because both sides have such runs. A run that stopped "
-        "before its first update is left out. p: two-sided, of a t test of the paired log ratios, or of a log-rank "
-        "test if runs did not reach the threshold; not corrected for the number of rows. Last evaluations: the last "
+        "before its first update is left out. p: two-sided, of a t test of the paired log ratios; of a log-rank test "
+        "if runs did not reach the threshold, unless their full lengths could only move the ratio further from 1; not "
+        "corrected for the number of rows. Last evaluations: the last "
         "tenth of each run, if all have the same length; their mean over seeds, and the mean difference to "
         f"{baseline} over pairs of the same seed. In brackets: 95 % intervals by Student's t over seeds; beside a "
         "bound, the interval of the bound."

@@ -10,7 +10,7 @@ from recipes.studies.claims import NO, OPEN, YES, Comparison
 RNG = np.random.default_rng(0)
 
 
-def comparison(ratio, expect, *, spread=0.1, seeds=20, censored=False, number=None, p_value=None):
+def comparison(ratio, expect, *, spread=0.1, seeds=20, censored=False, number=np.nan, p_value=None):
     baseline = np.exp(RNG.normal(0, spread, seeds))
     pairs = np.stack([baseline, baseline * ratio * np.exp(RNG.normal(0, spread, seeds))], 1)
     found = Comparison("", pairs, np.full((seeds, 2), censored), expect, number)
@@ -46,23 +46,33 @@ def test_a_number_that_the_interval_excludes_is_named():
     assert "excludes" not in comparison(0.7, "less", number=0.7).text
 
 
+@pytest.mark.parametrize(("sides", "excluded"), [([], (0.7, 1.4)), ([0], (1.4,)), ([1], (0.7,)), ([0, 1], ())])
+def test_a_bound_excludes_only_numbers_on_its_side_and_shows_no_equality(sides, excluded):
+    """Of the baseline (0) and the variant (1), one run is censored; their ratio is 1."""
+    for number in (0.7, 1.4):
+        found = comparison(1.0, "same", number=number, p_value=0.5)
+        found.censored[0, sides] = True
+        assert ("excludes" in found.text) == (number in excluded)
+        assert found.verdict == (OPEN if sides else YES)
+
+
 def test_last_returns_are_compared_by_their_difference():
     pairs = np.stack([np.arange(10.0), np.arange(10.0) + 5 + RNG.normal(0, 0.1, 10)], 1)
-    found = Comparison("returns", pairs, None, "more", None, adjusted=0.001)
+    found = Comparison("returns", pairs, None, "more", np.nan, adjusted=0.001)
     assert found.verdict == YES and found.text.startswith("returns: 5.0 [") and found.interval[0] > 4.8
 
 
 def test_spreads_between_seeds_are_compared_whatever_the_means():
     """By the analysis of variance of the distances from the medians; one run far from the others decides nothing."""
     wide, narrow = RNG.normal(0, 10, 20), RNG.normal(500, 1, 20)
-    found = Comparison("", np.stack([wide, narrow], 1), None, "less", None, spread=True)
+    found = Comparison("", np.stack([wide, narrow], 1), None, "less", np.nan, spread=True)
     found.adjusted = found.p_value
     expected = stats.f_oneway(abs(wide - np.median(wide)), abs(narrow - np.median(narrow))).pvalue
     assert found.p_value == pytest.approx(expected)
     assert found.verdict == YES
     assert found.text == f"SD {narrow.std(ddof=1):.1f} against {wide.std(ddof=1):.1f}"
     one_far = np.stack([[*narrow[1:], 700.0], narrow], 1)
-    assert Comparison("", one_far, None, "less", None, spread=True).p_value > 0.05
+    assert Comparison("", one_far, None, "less", np.nan, spread=True).p_value > 0.05
 
 
 def test_a_row_names_the_comparisons_with_each_verdict():

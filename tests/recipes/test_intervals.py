@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from recipes.common import curves
-from recipes.studies import intervals
+from recipes.studies import intervals, report
 
 STUDIES = 1500
 
@@ -76,6 +76,32 @@ def test_bands_are_intervals_of_each_column():
 def test_ratios_of_negative_numbers_are_refused():
     with pytest.raises(ValueError, match="difference_interval"):
         intervals.ratio_interval([-100.0, 3.0], [1.0, 2.0])
+
+
+def test_one_censored_run_does_not_hide_a_gain_in_all_pairs():
+    """Seeds differ more than the two variants, as in Deep Sea; the full length would only add to the gain."""
+    rng = np.random.default_rng(0)
+    baseline = 1e4 * rng.lognormal(0, 1, 20)
+    pairs = np.stack([baseline, 0.7 * baseline * rng.lognormal(0, 0.1, 20)], 1)
+    censored = np.zeros((20, 2), dtype=bool)
+    censored[baseline.argmax(), 0] = True
+    assert report.p_value_of(pairs, censored) < 1e-6 < 0.1 < intervals.censored_p_value(pairs, censored)
+    # the full length of the run would add to the loss, or take away from it: then it is not known
+    reverse = pairs[:, ::-1], censored[:, ::-1]
+    assert report.p_value_of(*reverse) < 1e-6
+    assert report.p_value_of(pairs, censored[:, ::-1]) > 0.1
+
+
+@pytest.mark.parametrize("sides", [[0], [1], [0, 1]])
+def test_comparisons_of_equals_are_seldom_decided_if_runs_are_censored(sides):
+    """Runs of 1.3 times the mean steps; a side that is not named runs until it reaches the threshold."""
+    rng = np.random.default_rng(1)
+    found = []
+    for _ in range(400):
+        pairs = np.stack(lucky_steps(rng, 10), 1) / [0.8, 1]
+        limit = np.where(np.isin([0, 1], sides), 2.6e4, np.inf)
+        found.append(report.p_value_of(np.minimum(pairs, limit), pairs > limit))
+    assert np.mean(np.array(found) < 0.05) < 0.08
 
 
 def test_censored_runs_are_compared_by_the_log_rank_test():
