@@ -148,6 +148,22 @@ def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
         assert contents(rb, tables, name) == list(naive.tables[name])
 
 
+def test_a_condition_on_a_history_sees_nothing_before_the_first_write_nor_before_empty():
+    lengths = []
+
+    def count(data):
+        lengths.append(len(data))
+        return torch.zeros(len(data), dtype=torch.bool)
+
+    rb = buffer(EventTables([EventSpec("a", count, 5, context=3)], {"a": 20}), 40)
+    data = marked(6).exclude("collector")
+    rb.extend(data.clone())
+    rb.extend(data.clone())
+    rb.empty()
+    rb.extend(data.clone())
+    assert lengths == [6, 9, 6]
+
+
 @pytest.mark.parametrize("history", [1, 2, 9])
 def test_a_state_can_be_loaded_with_another_history_and_its_episodes_end(history):
     data = marked(20, event=[10])

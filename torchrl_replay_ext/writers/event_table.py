@@ -246,7 +246,7 @@ class EventTableWriter(CompilableWriter):
         """The slots of the last stored transitions of the unfinished episode of a stream, at most ``count``."""
         slot, number, last_trajectory = self._last_steps.get(stream, _NO_STEP)
         slots = np.full(count, -1)
-        if last_trajectory == trajectory:
+        if slot >= 0 and last_trajectory == trajectory:
             events_earlier(slots, slot, number, *self.tables.arrays())
         return slots[slots >= 0][::-1]
 
