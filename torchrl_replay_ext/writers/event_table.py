@@ -231,7 +231,8 @@ class EventTableWriter(CompilableWriter):
         firsts = np.append(0, np.flatnonzero(~is_next) + 1)
         # of each episode: the slots of its earlier rows, and where its rows are in the data
         none, goes_on = np.zeros(0, np.int64), is_first_of_stream & ~begins
-        earlier = [self._earlier(stream[k], trajectory[k], most) if goes_on[k] else none for k in firsts.tolist()]
+        of_firsts = (column[firsts].tolist() for column in (stream, trajectory, goes_on))
+        earlier = [self._earlier(s, t, most) if goes else none for s, t, goes in zip(*of_firsts, strict=True)]
         episodes = np.split(order, firsts[1:])
         joined, begin = self._joined(data, earlier, episodes), 0
         for slots, episode in zip(earlier, episodes, strict=True):
