@@ -65,7 +65,6 @@ from torchrl.objectives import SoftUpdate
 
 from recipes.common.cli import run_recipe
 from recipes.common.environment import make_env
-from recipes.common.errors import ConfigError
 from recipes.common.networks import Normalizer, make_network, to_tensor
 from recipes.common.replay import make_sampler, make_storage, make_writer
 from recipes.common.run import Run
@@ -265,18 +264,15 @@ def train(config: ACERRun, run_dir: Path) -> int:
     device, evaluation = run.device, run.evaluation
     observed, num_actions = evaluation.observation_space.shape, flatdim(evaluation.action_space)
     assert observed is not None
-    if acer.normalize_observations and len(observed) != 1:
-        raise ConfigError("acer.normalize_observations=true: supports vectors only; images are divided by 255")
+    can_be_normalized = len(observed) == 1 or not acer.normalize_observations
+    acer.require("normalize_observations", can_be_normalized, "supports vectors only; images are divided by 255")
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(evaluation.action_space, Discrete)
     fitting = not discrete or acer.returns in WITH_Q
     acer.require("returns", fitting, f"actions are discrete; choose {', '.join(WITH_Q)}")
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss
-    try:
-        loss_module = make_loss(acer, observed, num_actions, device)
-    except ValueError as error:
-        raise ConfigError(f"acer: {error}") from error
+    loss_module = make_loss(acer, observed, num_actions, device)
     average_policy = SoftUpdate(loss_module, eps=acer.average)
     optimizer = make_optimizer(acer.optimizer, loss_module.parameters(), acer.learning_rate)
     normalizer = Normalizer(observed[0], active=acer.normalize_observations).to(device)

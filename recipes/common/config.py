@@ -275,7 +275,8 @@ class RunConfig(Checked):
             preset = OmegaConf.load(CONF / "sampler" / f"{name}.yaml")
             self.sampler["critic"] = OmegaConf.to_object(OmegaConf.merge(preset, critic))
         if name == "lap" and getattr(learning, "loss_function", None) != "smooth_l1":
-            raise ValueError(f"sampler=lap: needs the Huber loss, {learning.prefix}loss_function=smooth_l1")
+            text = "dqn.loss_function=smooth_l1 or td3.loss_function=smooth_l1; SAC has no such option"
+            raise ValueError(f"sampler=lap: needs the Huber loss, {text}")
         if name not in EVENT_TABLES:
             return
         if not self.env.events:

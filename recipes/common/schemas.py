@@ -227,7 +227,7 @@ class ACERConfig(LearningConfig):
         sigma: standard deviation of the policy, > 0. This and the following fields except `optimizer` apply to
             continuous actions only. Default: 0.3.
         num_samples: n, actions sampled per state for the dueling network. Default: 5.
-        value_coeff: weight of the squared error of V in the loss. Default: 0.5.
+        value_coeff: weight of the squared error of V in the loss, >= 0. Default: 0.5.
         use_q_opc: whether the actor learns from Q(λ) with off-policy corrections instead of Retrace. Default: True.
         dueling: whether Q and V come from a stochastic dueling network instead of two networks. Truncated importance
             sampling has no Q, so it ignores this. Default: True.
@@ -243,11 +243,11 @@ class ACERConfig(LearningConfig):
     lmbda: float = within("[0, 1]")
     c: float = within(">= 0")
     trust_region: bool = MISSING
-    delta: float = within(">= 0")
+    delta: float = within("[0, inf)")
     average: float = within("[0, 1)")
     returns: str = one_of(*RETURNS)
-    entropy_coeff: float = MISSING
-    critic_coeff: float = MISSING
+    entropy_coeff: float = within("[0, inf)")
+    critic_coeff: float = within("[0, inf)")
     max_grad_norm: float = within("> 0")
     reward_scale: float = within("> 0")
     normalize_observations: bool = MISSING
@@ -255,7 +255,7 @@ class ACERConfig(LearningConfig):
     shared_layers: bool = False
     sigma: float = within("> 0", default=0.3)
     num_samples: int = within(">= 1", default=5)
-    value_coeff: float = 0.5
+    value_coeff: float = within("[0, inf)", default=0.5)
     use_q_opc: bool = True
     dueling: bool = True
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam"})

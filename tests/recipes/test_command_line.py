@@ -62,8 +62,10 @@ MISTAKES = {
     "acer acer.c=-1": "acer.c=-1.0: must be >= 0",
     "acer acer.train_interval=100": "acer.train_interval=100: must be num_envs · acer.slice_len = 160",
     "acer acer.returns=truncated_importance_sampling": "actions are discrete; choose retrace, importance_sampl",
+    "acer acer.sigma=0.2": "acer.sigma: there is no such option",
+    "acer acer.critic_coeff=inf": "acer.critic_coeff=.inf: must be in [0, inf)",
     "distributed algorithm=td3 env=pendulum td3.noise=ou": "recipes.distributed does not support it; use recipes.td3",
-    "distributed algorithm=sac env=pendulum sampler=lap": "needs the Huber loss",
+    "distributed algorithm=sac env=pendulum sampler=lap": "SAC has no such option",
     "study study.baseline=magic": "choose uniform, per, rank, reaper",
     # words
     "dqn dqn.gamma": "write key=value",
