@@ -142,6 +142,12 @@ def annealed(default, a, b=0.3):
         (slices, {"anchors": event_sampler(6, default=14)}, ValueError, "retention='ring'"),
         (unpadded, {"anchors": ProportionalSampler(5)}, ValueError, "pad=False.*use pad=True, or anchors='uniform'"),
         (whole, {"anchors": ReaPERSampler(5)}, ValueError, "starts='episode', anchors=ReaPER.*use .*anchors='uniform'"),
+        (
+            slices,
+            {"anchors": ReaPERSampler(5), "episodes": Episodes(num_streams=2)},
+            ValueError,
+            "anchors= have .*one object to both",
+        ),
         (decoupled, {"critic_sampler": "per"}, TypeError, "critic_sampler must be a Sampler"),
         (decoupled, {"policy": lambda data: data}, ValueError, "must be a TensorDictModule"),
         (decoupled, {"action_key": "act"}, ValueError, "it must write 'act'"),

@@ -263,10 +263,11 @@ def test_no_slice_is_long_enough():
     assert buffer.sample()["number"].tolist() == [6, 7, 8, 9] * 4
 
 
-@pytest.mark.parametrize(("of_slices", "of_anchors"), [(1, 2), (2, 1)])
-def test_no_slice_goes_on_in_rows_that_only_the_slices_or_only_their_anchors_refuse(of_slices, of_anchors):
-    anchors = ReaPERSampler(10, episodes=Episodes(num_streams=of_anchors))
-    buffer = buffer_of(10, slice_len=2, episodes=Episodes(num_streams=of_slices), anchors=anchors)
+@pytest.mark.parametrize("own", [None, Episodes(num_streams=1)])
+def test_no_slice_goes_on_in_rows_that_slices_and_anchors_refuse(own):
+    """The slices take the episodes of their anchors."""
+    anchors = ReaPERSampler(10, episodes=Episodes(num_streams=1))
+    buffer = buffer_of(10, slice_len=2, episodes=own, anchors=anchors)
     buffer.extend(rows(2, ids=[0, 0]))
     with pytest.warns(UserWarning, match="began before the last one had ended"):
         buffer.extend(rows(1, ids=[1], first=2))

@@ -42,16 +42,15 @@ class Episodes:
     without ids are one stream.
 
     Args:
-        traj_key: entry with trajectory ids, int64; used if present. None: ids are not read. Default: ``("collector",
-            "traj_ids")``, which TorchRL's collectors write.
+        traj_key: entry with trajectory ids, integers. None: ids are not read. Default: ``("collector", "traj_ids")``,
+            which TorchRL's collectors write; used if present. Another entry must be present.
         done_key: entry that marks the end of an episode by termination or truncation, bool. Default: ``("next",
             "done")``.
         init_key: entry that marks the first transition of an episode, bool; used if present. Default: ``"is_init"``,
             which TorchRL's ``InitTracker`` writes.
         num_streams: number of environments whose transitions are interleaved in flat storage. More unfinished
             trajectories than that interrupt each other: this is counted at first, and an error if it goes on. Default:
-            None: if the first write has trajectory ids, the number of its unfinished trajectories, at least 16 and at
-            most 64 (frame stacks: always 64), else 1. :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
+            None: 64, or 1 without trajectory ids. :class:`~torchrl_replay_ext.EventTableWriter` needs no number.
 
     Raises:
         TypeError: if a key is not a string or a tuple of strings, or the number is not an integer.
@@ -76,6 +75,15 @@ class Episodes:
                     "identified by trajectory ids; pass the name of their entry as traj_key=."
                 )
 
+    @property
+    def requires_ids(self) -> bool:
+        """Whether rows must have trajectory ids, because their entry was named."""
+        return self.traj_key not in (None, Episodes.traj_key)
+
+
+# streams in flat storage with trajectory ids, if their number was not passed
+DEFAULT_STREAMS = 64
+
 
 def require_episodes(owner: str, episodes: Episodes | None) -> Episodes:
     """``episodes``, or the default for None. TypeError if it is another object."""
@@ -86,6 +94,15 @@ def require_episodes(owner: str, episodes: Episodes | None) -> Episodes:
             f"{owner}(episodes={episodes!r}): episodes must be an Episodes object, such as Episodes(num_streams=8)."
         )
     return episodes
+
+
+def require_ids(owner: str, key: NestedKey | None, ids: Tensor) -> None:
+    """Raise TypeError unless trajectory ids are integers."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(
+            f"{owner}: the entry {key!r} must hold integers, not {ids.dtype}; pass the entry with trajectory ids: "
+            "episodes=Episodes(traj_key=...), or traj_key=None for one stream."
+        )
 
 
 # Attribute of a storage: the number of rows that may still be compared, and of pairs of rows that were equal and that

@@ -13,7 +13,7 @@ from torchrl_replay_ext.arguments import TDError, WeightNorm, require_choice
 from torchrl_replay_ext.compilation import random_seed, uniform
 from torchrl_replay_ext.core.episodes import EpisodeIndex
 from torchrl_replay_ext.core.layout import Layout
-from torchrl_replay_ext.core.streams import Episodes
+from torchrl_replay_ext.core.streams import Episodes, require_episodes
 from torchrl_replay_ext.kernels.ops import empty, reaper_draw, reaper_smallest
 from torchrl_replay_ext.samplers.base import Draw
 from torchrl_replay_ext.samplers.proportional import PowerSampler
@@ -135,7 +135,9 @@ class ReaPERSampler(PowerSampler):
     ):
         name = "ReaPERSampler"
         self._weight_norm = require_choice(name, "weight_norm", weight_norm, get_args(WeightNorm))
-        self._reader = EpisodeReader(name, episodes, truncated=truncated, terminated_key=terminated_key)
+        self._reader = EpisodeReader(
+            name, require_episodes(name, episodes), truncated=truncated, terminated_key=terminated_key
+        )
         super().__init__(
             capacity,
             alpha=alpha,

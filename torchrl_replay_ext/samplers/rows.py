@@ -16,8 +16,14 @@ from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.arguments import require_choice, require_nested_keys
 from torchrl_replay_ext.compilation import Array, to_host
 from torchrl_replay_ext.core.layout import Layout, require_capacity
-from torchrl_replay_ext.core.streams import EpisodeMarks, Episodes, check_streams, require_episodes
-from torchrl_replay_ext.kernels.ops import cast
+from torchrl_replay_ext.core.streams import (
+    DEFAULT_STREAMS,
+    EpisodeMarks,
+    Episodes,
+    check_streams,
+    require_ids,
+)
+from torchrl_replay_ext.kernels.ops import as_tensor, cast
 
 # devices of torch for which the kernels are not compiled; ROCm calls its devices "cuda"
 _WITHOUT_KERNELS = ("mps", "xpu")
@@ -220,8 +226,6 @@ def read_ahead(
 
 
 Truncated = Literal["finished", "ongoing"]
-# the fewest and the most streams in flat storage with trajectory ids, if their number was not passed
-_FEWEST, _MOST = 16, 64
 
 
 @dataclass(eq=False)
@@ -237,7 +241,7 @@ class EpisodeReader:
     """
 
     owner: str
-    episodes: Episodes | None
+    episodes: Episodes
     _: KW_ONLY
     truncated: Truncated = "finished"
     terminated_key: NestedKey = ("next", "terminated")
@@ -245,23 +249,19 @@ class EpisodeReader:
     def __post_init__(self):
         require_choice(self.owner, "truncated", self.truncated, get_args(Truncated))
         require_nested_keys(self.owner, terminated_key=self.terminated_key)
-        keys = require_episodes(self.owner, self.episodes)
+        keys = self.episodes
         self._done_key, self._traj_key, self._init_key = keys.done_key, keys.traj_key, keys.init_key
-        # the number of streams in flat storage; decided at the first write, or by a loaded state, if it is not fixed
+        self._requires_ids = keys.requires_ids
+        # the number of streams in flat storage; without a fixed one, the first write or a loaded state decides
         self.is_fixed, self.num_streams = keys.num_streams is not None, keys.num_streams or 1
 
     def count_streams(self, storage: Storage) -> bool:
-        """Decide the number of streams from the entries of the storage; True if it has changed."""
+        """Decide the number of streams by whether the storage has trajectory ids; True if it has changed."""
         data = _torchrl.stored_data(storage)
         if self.is_fixed or self._traj_key is None or not is_tensor_collection(data):
             return False
-        before, self.num_streams = self.num_streams, 1
-        ids, done = _torchrl.entries_of(data, [self._traj_key, self._done_key])
-        if ids is not None:
-            # as many as there are unfinished trajectories in the first rows
-            ids = ids.reshape(-1)[: _torchrl.length(storage)]
-            ended = ids[:0] if done is None else ids[done.reshape(-1)[: len(ids)] != 0]
-            self.num_streams = min(max(len(ids.unique()) - len(ended.unique()), _FEWEST), _MOST)
+        (ids,) = _torchrl.entries_of(data, [self._traj_key])
+        before, self.num_streams = self.num_streams, 1 if ids is None else DEFAULT_STREAMS
         return self.num_streams != before
 
     def adopt_streams(self, lanes: Any) -> bool:
@@ -284,7 +284,9 @@ class EpisodeReader:
         """Read the entries of ``rows``.
 
         Raises:
-            KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids``.
+            KeyError: if the end of episodes is not stored, or trajectory ids are not stored although ``needs_ids`` or
+                their entry was named.
+            TypeError: if trajectory ids are not integers.
         """
         keys = [self._done_key, self._init_key]
         ended, initial, *ids = rows.columns(keys if self._traj_key is None else [*keys, self._traj_key])
@@ -292,7 +294,9 @@ class EpisodeReader:
         if ended is None:
             why = "which the environment writes; pass its name: episodes=Episodes(done_key=...)."
             raise rows.missing(self._done_key, why)
-        if trajectory is None and needs_ids:
+        if trajectory is not None:
+            require_ids(self.owner, self._traj_key, as_tensor(trajectory))
+        elif needs_ids or self._requires_ids:
             why = (
                 "which collectors write to identify trajectories; pass its name: episodes=Episodes(traj_key=...), or "
                 "episodes=Episodes(num_streams=1)."

@@ -108,8 +108,9 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             of each episode, for recurrent networks that learn from the first step on. All are equally likely. Requires
             ``anchors="uniform"``.
         episodes: how rows are divided into episodes. The last part of ``done_key`` must not be ``"terminated"``;
-            ``"truncated"`` is written beside this entry. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
-            When a state is loaded, unfinished episodes end with their last stored transition.
+            ``"truncated"`` is written beside this entry. Default: None: those of ``anchors``, which must be the same,
+            if these read episodes; else as :class:`~torchrl_replay_ext.Episodes` says. When a state is loaded,
+            unfinished episodes end with their last stored transition.
 
     Raises:
         TypeError: if a flag has another type.
@@ -153,19 +154,11 @@ class TrajectoryRetraceSampler(SamplerWrapper):
         slice_len = require_integer(OWNER, "slice_len", slice_len)
         require_bool(OWNER, "pad", pad)
         require_choice(OWNER, "starts", starts, get_args(Starts))
-        episodes = require_episodes(OWNER, episodes)
-        reader = EpisodeReader(OWNER, episodes)
         if not isinstance(behaviour_keys, (str, Sequence)):
             raise TypeError(f"{OWNER}(behaviour_keys={behaviour_keys!r}): behaviour_keys must be a list of keys.")
         names = (behaviour_keys,) if isinstance(behaviour_keys, str) else tuple(behaviour_keys)
         for name in names:
             require_nested_keys(OWNER, behaviour_keys=name)
-        path = key_path(episodes.done_key)
-        if path[-1] == "terminated":
-            raise ValueError(
-                f"{OWNER}(episodes={episodes!r}): done_key must be True at every end of an episode, also a truncated "
-                "one; use ('next', 'done')."
-            )
         if anchors != "uniform":
             if not isinstance(anchors, ReplaySampler):
                 raise ValueError(
@@ -191,6 +184,19 @@ class TrajectoryRetraceSampler(SamplerWrapper):
                     f"{OWNER}(pad=False): anchors may draw starts of slices shorter than slice_len={slice_len}; "
                     "use pad=True, or anchors='uniform'."
                 )
+            for other in anchors.episode_readers:
+                episodes = require_episodes(OWNER, other.episodes if episodes is None else episodes)
+                if other.episodes != episodes:
+                    raise ValueError(
+                        f"{OWNER}(episodes={episodes!r}): anchors= have {other.episodes!r}; pass one object to both."
+                    )
+        reader = EpisodeReader(OWNER, require_episodes(OWNER, episodes))
+        path = key_path(reader.episodes.done_key)
+        if path[-1] == "terminated":
+            raise ValueError(
+                f"{OWNER}(episodes={reader.episodes!r}): done_key must be True at every end of an episode, also a "
+                "truncated one; use ('next', 'done')."
+            )
         # steps per slice
         self.slice_len, self._pad = slice_len, pad
         self._done_key, self._truncated_key = path, (*path[:-1], "truncated")

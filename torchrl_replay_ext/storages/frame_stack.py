@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import is_last_occurrence
-from torchrl_replay_ext.core.streams import Episodes, check_streams, require_episodes
+from torchrl_replay_ext.core.streams import DEFAULT_STREAMS, Episodes, check_streams, require_episodes
 from torchrl_replay_ext.kernels.ops import frames_write
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
@@ -99,7 +99,7 @@ class FrameStackStorage(CompilableTensorStorage):
         if self.device == "auto":
             self.device = stacks.device
         self._stack_shape, self._frame_dtype = tuple(stacks.shape[1:]), stacks.dtype
-        depth, num_streams = stacks.shape[1], self._episodes.num_streams or 64
+        depth, num_streams = stacks.shape[1], self._episodes.num_streams or DEFAULT_STREAMS
         # each frame is there until the last observation that has it, in whatever order the first frames come
         held = num_streams, depth + 2 * self._n_step - 2
         bytes_of_frame = stacks[0, 0].numel() * stacks.itemsize

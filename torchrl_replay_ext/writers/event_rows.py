@@ -13,9 +13,7 @@ from torch import Tensor
 from torchrl_replay_ext import _torchrl
 from torchrl_replay_ext.compilation import to_host
 from torchrl_replay_ext.core.event_spec import EventSpec, StatefulCondition
-from torchrl_replay_ext.core.streams import Episodes
-
-_TRAJECTORY = Episodes().traj_key
+from torchrl_replay_ext.core.streams import Episodes, require_ids
 
 
 class EventRows(NamedTuple):
@@ -55,7 +53,7 @@ class EventReader:
     def __init__(self, specs: Sequence[EventSpec], episodes: Episodes):
         self._specs = specs
         self._keys = [key for key in (episodes.done_key, episodes.init_key, episodes.traj_key) if key is not None]
-        self._optional = episodes.init_key, _TRAJECTORY
+        self._optional = episodes.init_key, None if episodes.requires_ids else episodes.traj_key
         # numbers of the events that depend on the transitions written before, and of those without earlier steps
         self._stateful = [k for k, spec in enumerate(specs) if isinstance(spec.condition, StatefulCondition)]
         self._simple = [k for k, spec in enumerate(specs) if not spec.context and k not in self._stateful]
@@ -81,11 +79,8 @@ class EventReader:
                     "one value per transition is needed."
                 )
         ids = ids_if_any[0] if ids_if_any else None
-        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise TypeError(
-                f"EventTableWriter: the entry {self._keys[-1]!r} must hold integers, not {ids.dtype}; pass "
-                "the entry with trajectory ids: episodes=Episodes(traj_key=...), or traj_key=None for one stream."
-            )
+        if ids is not None:
+            require_ids("EventTableWriter", self._keys[-1], ids)
         columns = [specs[number].signal(data) for number in self._simple]
         # NumPy has no bfloat16
         flags = (flag != 0 if flag.is_floating_point() else flag for flag in (done, init, ids) if flag is not None)

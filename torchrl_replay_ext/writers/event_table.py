@@ -51,14 +51,14 @@ class EventTableWriter(CompilableWriter):
     and priority updates can be compiled, but ``extend`` must be called outside of the graph.
 
     If a write raises an error, nothing of it is stored; what it would have displaced is gone. Quantile and Novel may
-    remember its rows, if the storage raised the error. Data that does not fit
-    into the default table at once is written in parts, of which the first may be stored already.
+    remember its rows, if the storage raised the error. Data that does not fit into the default table at once is written
+    in parts, of which the first may be stored already.
 
     Args:
         tables: the tables to fill.
-        episodes: how rows are divided into episodes; ``num_streams`` is not needed. A ``traj_key`` that is not the
-            default must be present. Default: None, as :class:`~torchrl_replay_ext.Episodes` says. When a state is
-            loaded, unfinished episodes end: a later event does not reach their transitions.
+        episodes: how rows are divided into episodes; ``num_streams`` is not needed. Default: None, as
+            :class:`~torchrl_replay_ext.Episodes` says. When a state is loaded, unfinished episodes end: a later event
+            does not reach their transitions.
 
     Raises:
         TypeError: if an argument has the wrong type; at a write, if the data is not a TensorDict or an entry has the
