@@ -29,6 +29,8 @@ samplers_and_frames = pytest.mark.parametrize("name", [*SOME_SAMPLERS, "frames"]
 
 def sampler_of(name):
     """A sampler whose capacity is that of the storage; 20 is the capacity of a table."""
+    if name == "pinned":
+        return event_sampler(20, "event", default=44)
     return ProportionalSampler() if name == "frames" else SAMPLERS[name](20 if name == "tables" else None)
 
 
@@ -94,6 +96,16 @@ def test_the_state_of_an_empty_buffer_can_be_loaded(name, compilable, num_rows):
         rb.sample()
     rb.extend(rows_of(name, 3))
     assert len(rb.sample()) == 8
+
+
+@both_buffers
+@pytest.mark.parametrize("name", [*SOME_SAMPLERS, "pinned"])
+def test_the_state_of_an_emptied_buffer_can_be_loaded_into_a_new_one(name, compilable):
+    emptied, rb = (filled(name, 64, count, compilable) for count in (10, 0))
+    emptied.empty()
+    rb.load_state_dict(emptied.state_dict())
+    rb.extend(rows_of(name, 3))
+    assert len(rb) == 3 and len(rb.sample()) == 8
 
 
 @both_buffers

@@ -302,7 +302,7 @@ class BoundState(SlotState):
             self._require_capacity(call, shape)
         if not is_alike:
             expected = copy.deepcopy(self)
-            expected._set_up_like(saved, shape if has_rows else self.layout.shape)
+            expected._set_up_like(saved, self.layout.shape if self.layout.known and not has_rows else shape)
         tensors = expected._all_tensors()
         if not is_alike and not has_rows:
             # these are not loaded
