@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.data import learn
+from tests.data import SAMPLERS as BY_NAME
+from tests.data import buffer_with, learn, random_rows
+from tests.params import both_buffers
 from tests.samplers.experience import assert_draws_as_rebuilt
 from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
 
@@ -101,3 +103,25 @@ def test_processes_that_share_the_buffer(name, seconds):
     process.join()
     assert process.exitcode == 0
     assert_draws_as_rebuilt(buffer)
+
+
+@both_buffers
+def test_the_actors_batches_wait_for_writes(compilable):
+    """A batch of an actor's buffer contains whole rows while another thread writes."""
+    sampler = BY_NAME["decoupled"](None)
+    buffer = buffer_with(sampler, 64, compilable=compilable, batch_size=32)
+    rows_of = [random_rows(64).update({"a": torch.full((64,), k), "z": torch.full((64, 4096), k)}) for k in (0, 1)]
+    buffer.extend(rows_of[0])
+    actor, end = sampler.actor_buffer(buffer), time.monotonic() + 1.0
+
+    def write():
+        while time.monotonic() < end:
+            for data in rows_of:
+                buffer.extend(data)
+
+    def draw():
+        while time.monotonic() < end:
+            batch = actor.sample()
+            assert bool((batch["a"] == batch["z"][:, 0]).all())
+
+    in_threads((write,), (draw,))

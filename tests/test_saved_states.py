@@ -228,6 +228,8 @@ def test_a_sampler_that_missed_writes_is_refused(name, compilable):
     buffer.set_sampler(RandomSampler())
     buffer.sample()
     buffer.set_sampler(own)
+    # a write of no rows is none
+    buffer.writer.write_at(torch.empty(0, dtype=torch.int64), random_rows(2)[:0])
     for use in uses:
         use()
     buffer.set_sampler(RandomSampler())

@@ -19,6 +19,7 @@ from torchrl_replay_ext import (
     EventTables,
     EventTableWriter,
     Novel,
+    ProportionalSampler,
     Quantile,
     ReaPERSampler,
     TrajectoryRetraceSampler,
@@ -113,6 +114,16 @@ def test_only_the_learner_makes_the_state():
         RuntimeError, match=r"ReaPERSampler: .* storage of shape \(5, 2\), because the learner would not see it"
     ):
         buffer.extend(rows(2, 2, ids=[[0, 0], [1, 1]]))
+
+
+def test_no_counter_of_a_shared_buffer_is_remembered():
+    """On an accelerator the learner must read the cursor, which other processes move."""
+    buffer = buffer_with(ProportionalSampler(), 9, compilable=True, batch_size=2)
+    buffer.extend(rows(2))
+    multiprocessing.context.set_spawning_popen(object())
+    copied = pickle.loads(pickle.dumps((buffer.storage, buffer.writer)))
+    multiprocessing.context.set_spawning_popen(None)
+    assert [part.known_counters for part in (*copied, buffer.storage, buffer.writer)] == [None] * 4
 
 
 def numbers(*x, done=()):

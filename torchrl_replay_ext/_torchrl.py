@@ -274,7 +274,7 @@ class WriteCount:
     writes = 0
 
     def mark_update(self, index: Any) -> None:
-        self.writes += 1
+        self.writes += not isinstance(index, Tensor) or index.numel() > 0
 
 
 def write_count(storage: Any) -> WriteCount:
@@ -381,6 +381,9 @@ def _without_index(base: Any) -> Any:
                 return drawn[0].exclude("index"), *drawn[1:]
             return drawn.exclude("index")
 
+        def update_tensordict_priority(self, data: Any) -> None:
+            self._sampler.update_priority(None, None)  # an error
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             # pickles do not find a class that a function makes
             return _new_without_index, (base,), self.__getstate__()
@@ -393,19 +396,14 @@ def _new_without_index(base: Any) -> Any:
 
 
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
-    """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler.
+    """A read-only view of a buffer with the same locks, storage and transforms, but another sampler.
 
     Its samples have no entry ``"index"``, so they cannot update priorities.
     """
-    return _without_index(type(buffer))(
-        storage=buffer._storage,
-        writer=ImmutableDatasetWriter(),
-        sampler=sampler,
-        batch_size=batch_size,
-        collate_fn=buffer._collate_fn,
-        transform=buffer._transform,
-        generator=buffer._rng,
-    )
+    view = with_sampler(buffer, sampler)
+    view.__class__ = _without_index(type(buffer))
+    view._writer, view._batch_size, view._sample_unit = ImmutableDatasetWriter(), batch_size, None
+    return view
 
 
 def sampler_generator(sampler: Sampler) -> torch.Generator | None:

@@ -186,7 +186,8 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         """Restore a ``state_dict``. The first write or sample after this call may run in a graph.
 
         Raises:
-            ValueError: if the state of a part does not fit; nothing is changed then.
+            ValueError: if the state of a part does not fit; nothing is changed then, unless the parts are not of one
+                moment.
         """
         for name in _PARTS:
             if check := getattr(getattr(self, name), "require_loadable", None):
@@ -195,7 +196,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         bind_samplers(self._storage)
 
     def loads(self, path: Any) -> None:
-        """Load what ``dumps`` saved. ValueError if the state of a part does not fit; nothing is changed then."""
+        """Load what ``dumps`` saved; errors are those of :meth:`load_state_dict`."""
         for name in _PARTS:
             part: Any = getattr(self, name)
             if getattr(part, "saved_at", None):

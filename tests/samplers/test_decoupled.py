@@ -329,6 +329,7 @@ def test_the_actors_buffer_takes_neither_data_nor_priorities():
     assert "index" not in batch
     batch["td_error"] = torch.rand(32)
     for part in (batch, batch[16:].clone()):
-        for buffer in (rb, actor_rb):
-            with pytest.raises((AttributeError, KeyError)):
-                buffer.update_tensordict_priority(part)
+        with pytest.raises((AttributeError, KeyError)):
+            rb.update_tensordict_priority(part)
+        with pytest.raises(ValueError, match="The actor's buffer takes no priorities"):
+            actor_rb.update_tensordict_priority(part)

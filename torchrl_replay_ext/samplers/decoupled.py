@@ -95,6 +95,9 @@ class CandidateScorer:
             ValueError: if the actions are not continuous or do not have the shape [K·B, A], or if ``noise_scale`` has
                 another number of dimensions.
         """
+        action, expected = (
+            each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in (action, expected)
+        )
         continuous = action.is_floating_point() and expected.is_floating_point()
         if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
             raise ValueError(
@@ -282,10 +285,7 @@ class DecoupledSampler(SamplerWrapper):
         device = getattr(rb.storage, "device", None)
         if isinstance(device, torch.device):
             self._to(device)
-        sampler = _ActorSampler(self, rb.transform)
-        buffer = read_only_buffer(rb, sampler, batch_size)
-        sampler.is_constructed = True
-        return buffer
+        return read_only_buffer(rb, _ActorSampler(self, rb.transform), batch_size)
 
     @outside_inference_mode()
     def _to(self, device: torch.device) -> None:
@@ -396,13 +396,10 @@ class _ActorSampler(RandomSampler):
 
     def __init__(self, decoupled: DecoupledSampler, transform: Any):
         self._decoupled, self._transform = decoupled, transform
-        # the constructor of a buffer calls update_priority for the rows in the storage; ignore that call
-        self.is_constructed = False
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict]:
         index, score, candidate_scores = self._decoupled.candidates(storage, batch_size, self._transform)
         return index, {"score": score, "candidate_scores": candidate_scores}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
-        if self.is_constructed:
-            raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
+        raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")

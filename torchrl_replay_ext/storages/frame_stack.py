@@ -56,8 +56,10 @@ class FrameStackStorage(CompilableTensorStorage):
         KeyError: at a write, if stacks are missing.
         ValueError: at a write, if the stacks of a transition are not one step apart and ``n_step`` is 1, or their shape
             or dtype differs from the stored stacks.
-        RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator. Nothing is
-            changed after an error, except in a compiled step: it raises the same errors, but may be half done.
+        RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator.
+
+    Nothing is changed after these errors, except in a compiled step: it raises the same errors, but may be half done.
+    If other entries do not fit the stored ones, our writers change nothing; with TorchRL's, stacks may be replaced.
 
     Examples:
         >>> from torchrl.data import TensorDictReplayBuffer

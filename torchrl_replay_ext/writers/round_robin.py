@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,8 @@ class CompilableWriter(TensorDictRoundRobinWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # keep the tensors of TorchRL's counters: spawned processes share them
+        if get_spawning_popen() is not None:
+            self.known_counters = None
         state = vars(self).copy()
         state["_rng"] = None
         return state
