@@ -152,12 +152,13 @@ def gaussian_policy_kl(difference: Tensor, noise_scale: float | Tensor, *, eps: 
     if not difference.is_floating_point():
         raise TypeError(f"gaussian_policy_kl: difference must be floating point, not {difference.dtype}.")
     require_noise_scale("gaussian_policy_kl", noise_scale)
-    # squares need at least float32
-    return divergence(difference if difference.dtype == torch.float64 else difference.float(), noise_scale, eps)
+    return divergence(difference, noise_scale, eps)
 
 
 def divergence(difference: Tensor, noise_scale: float | Tensor, eps: float) -> Tensor:
     """Compute :func:`gaussian_policy_kl` without checking the values of its arguments."""
+    # squares need at least float32
+    difference = difference if difference.dtype == torch.float64 else difference.float()
     scale, size = torch.as_tensor(noise_scale, dtype=difference.dtype, device=difference.device), difference.shape[-1]
     if scale.shape not in ((), (size,)):
         raise ValueError(

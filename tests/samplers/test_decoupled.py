@@ -57,6 +57,17 @@ def score_of(batch):
     return gaussian_policy_kl(batch["action"] - act(batch["observation"]), 0.1)
 
 
+def test_actions_of_half_precision_are_scored_in_float32():
+    policy = copy.deepcopy(POLICY).to(torch.bfloat16)
+    data = experience(500)
+    data = data.update({key: data[key].to(torch.bfloat16) for key in ("observation", "action")})
+    _, actor_rb = make(policy=policy, data=data)
+    batch = actor_rb.sample()
+    with torch.no_grad():
+        difference = batch["action"] - policy.module(batch["observation"])
+    torch.testing.assert_close(batch["score"][0], gaussian_policy_kl(difference, 0.1))
+
+
 def test_the_best_candidate_is_chosen():
     rb, actor_rb = make(num_candidates=4)
     places = set()

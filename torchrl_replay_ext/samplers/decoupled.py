@@ -95,9 +95,6 @@ class CandidateScorer:
             ValueError: if the actions are not continuous or do not have the shape [K·B, A], or if ``noise_scale`` has
                 another number of dimensions.
         """
-        action, expected = (
-            each.float() if each.dtype in (torch.float16, torch.bfloat16) else each for each in (action, expected)
-        )
         continuous = action.is_floating_point() and expected.is_floating_point()
         if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
             raise ValueError(
