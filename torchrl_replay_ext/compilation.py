@@ -63,11 +63,6 @@ def raise_if(
         raise error()
 
 
-def read(*values: Array | int) -> list[int]:
-    """The values of integer or bool tensors [] as Python numbers; the host waits at most once for an accelerator."""
-    return [int(value) for value in to_host(*values)]
-
-
 def to_host(*values: Any) -> list[Any]:
     """The values, of which tensors are on the CPU then; the host waits at most once for an accelerator."""
     is_far = [isinstance(value, Tensor) and not value.is_cpu for value in values]
@@ -88,11 +83,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     # the caller may change pinned memory before it was copied
     return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
-
-
-def scalar(value: Tensor) -> Any:
-    """A 0-dim tensor as a Python number, which is faster on the CPU; the tensor itself where values cannot be read."""
-    return value.item() if values_can_be_read(value) else value
 
 
 class Counter:

@@ -12,10 +12,19 @@ from torch import Tensor
 from torchrl_replay_ext.compilation import gather_in_bounds
 from torchrl_replay_ext.core.layout import is_last_occurrence
 from torchrl_replay_ext.core.slots import WriteObserver
-from torchrl_replay_ext.kernels.splitmix import STEP, mixed
 
 if TYPE_CHECKING:
     from torchrl_replay_ext.samplers.rows import RowView
+
+# the odd constants of SplitMix64, as signed integers
+_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """Hashes of int64 numbers by SplitMix64, int64."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return number ^ ((number >> 31) & (2**33 - 1))
 
 
 def hash_rows(columns: list[Tensor]) -> Tensor:
@@ -35,8 +44,8 @@ def hash_rows(columns: list[Tensor]) -> Tensor:
             column = (column.to(torch.float64) + 0.0).view(torch.int64)
         parts.append(column.to(torch.int64))
     entries = torch.cat(parts, 1)
-    salt = mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * STEP)
-    return mixed(mixed(entries + salt).sum(1))
+    salt = _mixed(torch.arange(1, entries.shape[1] + 1, device=entries.device) * _STEP)
+    return _mixed(_mixed(entries + salt).sum(1))
 
 
 class Sketch:
@@ -56,13 +65,13 @@ class Sketch:
         self._width = 1 << (width - 1).bit_length()
         row = torch.arange(rows, device=device).unsqueeze(1)
         # not computed in graphs: Triton rejects the product of an int32 index and such a constant
-        self._begins, self._salts = row * self._width, row * STEP
+        self._begins, self._salts = row * self._width, row * _STEP
         # int32 [tables, rows * width]
         self.counts = torch.zeros((tables, rows * self._width), dtype=torch.int32, device=device)
 
     def _counters(self, hashes: Tensor) -> Tensor:
         """The counters of ``hashes`` [n], int64 [rows, n]."""
-        return self._begins + (mixed(hashes + self._salts) & (self._width - 1))
+        return self._begins + (_mixed(hashes + self._salts) & (self._width - 1))
 
     def add(self, first: int, hashes: Tensor, change: Tensor) -> None:
         """Add ``change`` [k, n] to the counts of ``hashes`` [n] in the tables ``first`` to ``first + k - 1``."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_replay_ext.arguments import TDError
-from torchrl_replay_ext.compilation import Array, gather_in_bounds, read, scatter_in_bounds
+from torchrl_replay_ext.compilation import Array, gather_in_bounds, scatter_in_bounds, to_host
 from torchrl_replay_ext.core.layout import Layout, as_index
 from torchrl_replay_ext.core.sum_tree import MaxTree, PowerMasses
 from torchrl_replay_ext.kernels.ops import Views, as_tensor, empty, rows_drawn, rows_record, rows_update
@@ -249,7 +249,7 @@ class Slots:
         elif isinstance(index, np.ndarray):
             numbers = index[0], index[-1], index.min(), index.max(), seen, writer_next
         else:
-            numbers = *read(slots[0], slots[-1], *torch.aminmax(slots)), seen, writer_next
+            numbers = *to_host(slots[0], slots[-1], *torch.aminmax(slots)), seen, writer_next
         first, last, smallest, largest, seen, writer_next = map(int, numbers)
         own_next = (seen + 1) % self.layout.steps if seen >= 0 else -1
         return RingWrite(slots, index, first // lanes, last // lanes, smallest, largest, own_next, writer_next)

@@ -300,10 +300,6 @@ class Lanes:
         """End all unfinished episodes."""
         self._state[OPEN].zero_()
 
-    def is_open(self) -> Tensor:
-        """True for each lane with an unfinished episode, bool [lanes]."""
-        return self._state[OPEN] > 0
-
     def tensors(self) -> dict[str, Tensor]:
         """The state by name."""
         return {"lanes": self._state, "interrupted": self.interrupted}

@@ -225,10 +225,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
 
     def flat_slots(self, index: int | Tensor | tuple) -> Tensor:
         """Flat slots, in row-major order, of TorchRL's index; int64 [n]."""
-        layout = self.layout
-        if len(layout.shape) > 1 or not isinstance(index, Tensor) or index.ndim != 1 or index.dtype != torch.int64:
-            index = flat_slots(self.owner, index, layout)
-        return index if index.device == layout.device else to_device(index, layout.device)
+        return to_device(flat_slots(self.owner, index, self.layout), self.layout.device)
 
     # --- draws
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,87 +33,6 @@ from torchrl_replay_ext.storages.compilable import CompilableTensorStorage
 Granularity = Literal["batch", "group"]
 
 _OWNER = "DecoupledSampler"
-
-
-@dataclass(eq=False)
-class CandidateScorer:
-    """Scores K candidates for a batch and chooses those nearest to the policy.
-
-    The arguments are those of :class:`~torchrl_replay_ext.DecoupledSampler`.
-
-    Args:
-        num_candidates: K.
-        noise_scale: standard deviation [] or [A] of the exploration noise.
-        eps: added to the variances of the candidates.
-        granularity: unit of choice: batches or groups.
-        group_size: rows per group.
-    """
-
-    num_candidates: int
-    noise_scale: float | Tensor
-    eps: float
-    granularity: Granularity
-    group_size: int
-
-    def __post_init__(self):
-        for name in ("num_candidates", "group_size"):
-            require_integer(_OWNER, name, getattr(self, name))
-        require_choice(_OWNER, "granularity", self.granularity, get_args(Granularity))
-        require_noise_scale(_OWNER, self.noise_scale)
-        self.eps = require_finite(_OWNER, "eps", self.eps)
-        device = getattr(self.noise_scale, "device", "cpu")
-        self._scale = torch.as_tensor(self.noise_scale, dtype=torch.float32, device=device)
-
-    def to(self, device: torch.device) -> None:
-        """Move the tensors to ``device``."""
-        self._scale = self._scale.to(device)
-
-    def require_whole_groups(self, batch_size: int) -> None:
-        """ValueError if ``group_size`` does not divide the batch size."""
-        if self.granularity == "group" and batch_size % self.group_size:
-            raise ValueError(
-                f"{_OWNER}: the actor's batch_size is {batch_size}; group_size={self.group_size} must divide it."
-            )
-
-    def choose(
-        self, action: Tensor, expected: Tensor, scale: Tensor | None, is_squashed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Score K candidates of B rows each and choose.
-
-        Args:
-            action: stored actions of the candidates, [K·B, A]; the rows of each candidate are consecutive.
-            expected: actions of a deterministic policy for these rows, or means of a stochastic policy, [K·B, A].
-            scale: standard deviations of a stochastic policy, [K·B, A]; None for a deterministic policy.
-            is_squashed: True if the actions are the tanh of a Gaussian.
-
-        Returns:
-            Row numbers of the chosen rows among the candidates, int64 [B]; the score of each row's group or batch, [B];
-            and the scores of the K candidates for each row, [B, K].
-
-        Raises:
-            ValueError: if the actions are not continuous or do not have the shape [K·B, A], or if ``noise_scale`` has
-                another number of dimensions.
-        """
-        continuous = action.is_floating_point() and expected.is_floating_point()
-        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
-            raise ValueError(
-                f"{_OWNER}: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
-                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A], and a slot "
-                "must hold one step."
-            )
-        if scale is None:
-            difference, noise_scale = action - expected, self._scale.to(action.device)
-        else:
-            action = inside_bounds(action, _OWNER).atanh() if is_squashed else action
-            difference, noise_scale = (action - expected) / scale, 1.0
-        batch_size = len(action) // self.num_candidates
-        size = batch_size if self.granularity == "batch" else self.group_size
-        units = difference.reshape(self.num_candidates, -1, size, difference.shape[-1])
-        scores = divergence(units, noise_scale, self.eps).nan_to_num(nan=math.inf, posinf=math.inf)
-        best = scores.argmin(0)
-        groups = torch.arange(best.shape[0], device=best.device)
-        rows = (best * best.shape[0] + groups).unsqueeze(1) * size + torch.arange(size, device=best.device)
-        return rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0)
 
 
 @PrioritizedSampler.register
@@ -188,9 +106,6 @@ class DecoupledSampler(SamplerWrapper):
     omega = delegated("critic_sampler", "omega")
     eta = delegated("critic_sampler", "eta")
     event_share = delegated("critic_sampler", "event_share")
-    num_candidates = delegated("_scorer", "num_candidates", read_only=True)
-    granularity = delegated("_scorer", "granularity", read_only=True)
-    group_size = delegated("_scorer", "group_size", read_only=True)
     # draws the critic's batch
     sample = delegated("critic_sampler", "sample", read_only=True)
 
@@ -206,8 +121,14 @@ class DecoupledSampler(SamplerWrapper):
         action_key: NestedKey = "action",
         group_size: int = 16,
     ):
-        self._scorer = CandidateScorer(num_candidates, noise_scale, eps, granularity, group_size)
-        require_nested_keys("DecoupledSampler", action_key=action_key)
+        self.num_candidates = require_integer(_OWNER, "num_candidates", num_candidates)
+        self.granularity = require_choice(_OWNER, "granularity", granularity, get_args(Granularity))
+        self.group_size = require_integer(_OWNER, "group_size", group_size)
+        require_noise_scale(_OWNER, noise_scale)
+        self._eps = require_finite(_OWNER, "eps", eps)
+        device = getattr(noise_scale, "device", "cpu")
+        self._noise_scale = torch.as_tensor(noise_scale, dtype=torch.float32, device=device)
+        require_nested_keys(_OWNER, action_key=action_key)
         if not isinstance(critic_sampler, Sampler):
             raise TypeError(f"DecoupledSampler: critic_sampler must be a Sampler, not {type(critic_sampler).__name__}.")
         self.critic_sampler = critic_sampler
@@ -272,7 +193,7 @@ class DecoupledSampler(SamplerWrapper):
             )
         batch_size = rb.batch_size if batch_size is None else batch_size
         batch_size = require_integer("DecoupledSampler.actor_buffer", "batch_size", batch_size)
-        self._scorer.require_whole_groups(batch_size)
+        self._require_whole_groups(batch_size)
         tables = getattr(rb.storage, STORAGE_ATTRIBUTE, None)
         if tables is not None and tables.retention == "pinned":
             raise ValueError(
@@ -284,10 +205,16 @@ class DecoupledSampler(SamplerWrapper):
             self._to(device)
         return read_only_buffer(rb, _ActorSampler(self, rb.transform), batch_size)
 
+    def _require_whole_groups(self, batch_size: int) -> None:
+        """ValueError if ``group_size`` does not divide the batch size."""
+        if self.granularity == "group" and batch_size % self.group_size:
+            raise ValueError(
+                f"{_OWNER}: the actor's batch_size is {batch_size}; group_size={self.group_size} must divide it."
+            )
+
     @outside_inference_mode()
     def _to(self, device: torch.device) -> None:
-        self._chosen = self._chosen.to(device)
-        self._scorer.to(device)
+        self._chosen, self._noise_scale = self._chosen.to(device), self._noise_scale.to(device)
 
     def candidates(self, storage: Storage, batch_size: int, transform: Compose) -> tuple[Any, Tensor, Tensor]:
         """Draw K candidates and choose the rows of an actor batch.
@@ -303,9 +230,9 @@ class DecoupledSampler(SamplerWrapper):
         """
         if not length(storage):
             raise RuntimeError("Cannot sample from an empty storage. DecoupledSampler: write to the buffer first.")
-        self._scorer.require_whole_groups(batch_size)
+        self._require_whole_groups(batch_size)
         index, _ = self._candidate_sampler.sample(storage, self.num_candidates * batch_size)
-        rows, score, candidate_scores = self._scorer.choose(*self._actions(storage, index, transform))
+        rows, score, candidate_scores = self._choose(*self._actions(storage, index, transform))
         if self._chosen.device != score.device:
             self._to(score.device)
         self._chosen.copy_(torch.stack([score.mean(), candidate_scores.mean()]))
@@ -313,9 +240,49 @@ class DecoupledSampler(SamplerWrapper):
             return tuple(column.index_select(0, rows.to(column.device)) for column in index), score, candidate_scores
         return index.index_select(0, rows.to(index.device)), score, candidate_scores
 
+    def _choose(
+        self, action: Tensor, expected: Tensor, scale: Tensor | None, is_squashed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Score K candidates of B rows each and choose.
+
+        Args:
+            action: stored actions of the candidates, [K·B, A]; the rows of each candidate are consecutive.
+            expected: actions of a deterministic policy for these rows, or means of a stochastic policy, [K·B, A].
+            scale: standard deviations of a stochastic policy, [K·B, A]; None for a deterministic policy.
+            is_squashed: True if the actions are the tanh of a Gaussian.
+
+        Returns:
+            Row numbers of the chosen rows among the candidates, int64 [B]; the score of each row's group or batch, [B];
+            and the scores of the K candidates for each row, [B, K].
+
+        Raises:
+            ValueError: if the actions are not continuous or do not have the shape [K·B, A], or if ``noise_scale`` has
+                another number of dimensions.
+        """
+        continuous = action.is_floating_point() and expected.is_floating_point()
+        if action.ndim != 2 or expected.shape[1:] != action.shape[1:] or not continuous:
+            raise ValueError(
+                f"{_OWNER}: stored actions are {action.dtype} of shape {tuple(action.shape)}, the policy's "
+                f"{expected.dtype} of shape {tuple(expected.shape)}; both must be continuous, [B, A], and a slot "
+                "must hold one step."
+            )
+        if scale is None:
+            difference, noise_scale = action - expected, self._noise_scale.to(action.device)
+        else:
+            action = inside_bounds(action, _OWNER).atanh() if is_squashed else action
+            difference, noise_scale = (action - expected) / scale, 1.0
+        batch_size = len(action) // self.num_candidates
+        size = batch_size if self.granularity == "batch" else self.group_size
+        units = difference.reshape(self.num_candidates, -1, size, difference.shape[-1])
+        scores = divergence(units, noise_scale, self._eps).nan_to_num(nan=math.inf, posinf=math.inf)
+        best = scores.argmin(0)
+        groups = torch.arange(best.shape[0], device=best.device)
+        rows = (best * best.shape[0] + groups).unsqueeze(1) * size + torch.arange(size, device=best.device)
+        return rows.reshape(-1), scores.amin(0).repeat_interleave(size), scores.T.repeat_interleave(size, 0)
+
     @torch.no_grad()
     def _actions(self, storage: Any, index: Any, transform: Compose) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-        """The actions of the candidates and of the policy, see :meth:`CandidateScorer.choose`."""
+        """The actions of the candidates and of the policy, see :meth:`_choose`."""
         policy = self.policy
         rows = self._rows(storage, index, transform)
         inputs = rows.select(*policy.in_keys)

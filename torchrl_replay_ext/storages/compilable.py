@@ -23,7 +23,6 @@ from torchrl_replay_ext.compilation import (
     is_traced,
     mark_static,
     outside_inference_mode,
-    scalar,
     to_device,
     uniform,
     values_can_be_read,
@@ -259,7 +258,9 @@ class CompilableTensorStorage(LazyTensorStorage):
 
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
         shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape or ())
-        steps = scalar(self._len_value) // math.prod(shape[1:])
+        # a number is faster on the CPU; elsewhere the host would wait for it
+        length = self._len_value.item() if values_can_be_read(self._len_value) else self._len_value
+        steps = length // math.prod(shape[1:])
         return_index = []
         for length in (steps, *shape[1:]):
             u = uniform(batch_size, device=self._len_value.device, generator=self._rng)
