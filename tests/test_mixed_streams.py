@@ -50,6 +50,12 @@ def caught(buffer, data, rows):
     return [str(each.message) for each in caught if MIXED in str(each.message)]
 
 
+def test_slots_that_pinned_tables_use_again_are_no_consecutive_steps():
+    for num_envs in (1, 2, 3, 4):
+        buffer = buffer_with(event_sampler(10, default=20), 30)
+        assert not caught(buffer, steps(num_envs, 400 // num_envs, done=0.1), num_envs)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 60])
 @pytest.mark.parametrize("name", BUFFERS)
 def test_interleaved_environments_without_ids_are_warned_of_once(name, rows):
