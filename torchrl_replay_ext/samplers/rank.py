@@ -171,8 +171,9 @@ class RankBasedSampler(ReplaySampler):
     w_i = (N · P(i))^−β divided by the largest weight. Only the order of the TD errors matters, so P is insensitive to
     outliers and to the scale of the rewards.
 
-    Until their first update, new transitions have the first ranks; a transition that is written gets rank 1.
-    Overwritten transitions are removed from the order immediately.
+    Until their first update, new transitions have the first ranks; a transition that is written gets rank 1. Once rows
+    are overwritten, equal values, such as those of new transitions, are in no particular order. Overwritten transitions
+    are removed from the order immediately.
 
     Ranks are exact after each write and update, in eager code and in graphs, up to ties: values of \|δ\| that agree in
     the first 8 binary digits (they differ by less than 0.8 %) count as equal. Transitions with equal values have

@@ -47,10 +47,10 @@ class ReaPERSampler(PowerSampler):
     * Priority of a new transition: the paper uses the largest normalised priority p = Ψ / Σ Ψ, either seen so far
       (Algorithm 1, lines 3 and 14) or stored (Algorithm 2, line 5). However, values of p from different times cannot be
       compared, because Σ Ψ changes. Here a new transition gets the largest d seen so far, at least 1, and
-      reliability 1, so Ψ = d^α. It keeps reliability 1 until a transition of its episode is updated or the episode
-      ends. Its d is included in the sums of its episode: a large default outweighs the d of updated rows and reduces
-      the R of the rows before it. ``max_priority_within_buffer`` limits the default to the largest d of the stored
-      transitions.
+      reliability 1, so Ψ = d^α. It keeps reliability 1 until its episode ends or, after it was written, a transition
+      of its episode is updated. Its d is included in the sums of its episode: a large default outweighs the d of
+      updated rows and reduces the R of the rows before it. ``max_priority_within_buffer`` limits the default to the
+      largest d of the stored transitions.
 
     Choices where the paper is not specific:
 
