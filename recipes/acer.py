@@ -65,6 +65,7 @@ from torchrl.objectives import SoftUpdate
 
 from recipes.common.cli import run_recipe
 from recipes.common.environment import make_env
+from recipes.common.errors import ConfigError
 from recipes.common.networks import Normalizer, make_network, to_tensor
 from recipes.common.replay import make_sampler, make_storage, make_writer
 from recipes.common.run import Run
@@ -269,6 +270,8 @@ def train(config: ACERRun, run_dir: Path) -> int:
 
     # Networks, losses, the average policy and the optimizer.
     discrete = isinstance(evaluation.action_space, Discrete)
+    if not discrete and len(observed) != 1:
+        raise ConfigError(f"env={config.env.name}: continuous actions need observations that are vectors")
     fitting = not discrete or acer.returns in WITH_Q
     acer.require("returns", fitting, f"actions are discrete; choose {', '.join(WITH_Q)}")
     make_loss: Callable[..., Any] = make_discrete_loss if discrete else make_continuous_loss

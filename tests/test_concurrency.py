@@ -106,13 +106,16 @@ def test_processes_that_share_the_buffer(name, seconds):
 
 
 @both_buffers
-def test_the_actors_batches_wait_for_writes(compilable):
-    """A batch of an actor's buffer contains whole rows while another thread writes."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_actors_batches_wait_for_writes(compilable, shared):
+    """A batch of an actor's buffer contains whole rows while another thread writes; ``share`` changes the locks."""
     sampler = BY_NAME["decoupled"](None)
     buffer = buffer_with(sampler, 64, compilable=compilable, batch_size=32)
     rows_of = [random_rows(64).update({"a": torch.full((64,), k), "z": torch.full((64, 4096), k)}) for k in (0, 1)]
     buffer.extend(rows_of[0])
     actor, end = sampler.actor_buffer(buffer), time.monotonic() + 1.0
+    if shared:
+        buffer.share()
 
     def write():
         while time.monotonic() < end:

@@ -224,6 +224,18 @@ def test_a_refused_write_leaves_nothing(name):
     assert storage.num_frames == frames
 
 
+def test_an_entry_of_ids_that_was_named_must_be_there_and_hold_integers():
+    storage = FrameStackStorage(60, episodes=Episodes(traj_key="episode"))
+    data = StackedStreams(1).rollout([0] * 3)
+    with pytest.raises(KeyError, match="no entry 'episode'"):
+        storage.set(slice(0, 3), data)
+    with pytest.raises(TypeError, match="'episode' must hold integers"):
+        storage.set(slice(0, 3), data.clone().set("episode", torch.zeros(3)))
+    assert len(storage) == storage.num_frames == 0
+    storage.set(slice(0, 3), data.clone().set("episode", torch.zeros(3, dtype=torch.int64)))
+    assert len(storage) == 3
+
+
 @pytest.mark.parametrize("slots", [[0, 20], [-21, 3], 20])
 def test_slots_out_of_range_are_refused(slots):
     storage, data = FrameStackStorage(20), StackedStreams(1).rollout([0] * 2)

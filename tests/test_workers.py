@@ -121,8 +121,10 @@ def test_no_counter_of_a_shared_buffer_is_remembered():
     buffer = buffer_with(ProportionalSampler(), 9, compilable=True, batch_size=2)
     buffer.extend(rows(2))
     multiprocessing.context.set_spawning_popen(object())
-    copied = pickle.loads(pickle.dumps((buffer.storage, buffer.writer)))
-    multiprocessing.context.set_spawning_popen(None)
+    try:
+        copied = pickle.loads(pickle.dumps((buffer.storage, buffer.writer)))
+    finally:
+        multiprocessing.context.set_spawning_popen(None)
     assert [part.known_counters for part in (*copied, buffer.storage, buffer.writer)] == [None] * 4
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -299,6 +299,16 @@ def attached_buffers(storage: Any) -> list[Any]:
     return [each for each in attached_entities(storage) if not isinstance(each, WriteCount)]
 
 
+@contextmanager
+def locked(buffer: Any) -> Iterator[None]:
+    """Lock out other threads and processes that use the buffer. A graph takes no locks."""
+    if is_traced():
+        yield
+    else:
+        with buffer._replay_lock, buffer._write_lock:
+            yield
+
+
 def exclusive(storage: Any) -> ExitStack:
     """A context that holds the locks of all buffers of this storage, so no other thread can use them."""
     locks = ExitStack()
@@ -376,13 +386,16 @@ def _without_index(base: Any) -> Any:
 
     class ReadOnlyBuffer(base):
         def sample(self, *arguments: Any, **keywords: Any) -> Any:
-            drawn = super().sample(*arguments, **keywords)
+            with locked(self._origin):
+                drawn = super().sample(*arguments, **keywords)
             if isinstance(drawn, tuple):
                 return drawn[0].exclude("index"), *drawn[1:]
             return drawn.exclude("index")
 
-        def update_tensordict_priority(self, data: Any) -> None:
-            self._sampler.update_priority(None, None)  # an error
+        def update_priority(self, *_: Any, **__: Any) -> None:
+            raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
+
+        update_tensordict_priority = update_priority
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # pickles do not find a class that a function makes
@@ -396,14 +409,21 @@ def _new_without_index(base: Any) -> Any:
 
 
 def read_only_buffer(buffer: Any, sampler: Sampler, batch_size: int) -> Any:
-    """A read-only view of a buffer with the same locks, storage and transforms, but another sampler.
+    """A read-only buffer with the same storage, transforms, ``collate_fn`` and generator, but another sampler.
 
-    Its samples have no entry ``"index"``, so they cannot update priorities.
+    Its samples have no entry ``"index"``, so they cannot update priorities. Draws hold the locks of ``buffer``.
     """
-    view = with_sampler(buffer, sampler)
-    view.__class__ = _without_index(type(buffer))
-    view._writer, view._batch_size, view._sample_unit = ImmutableDatasetWriter(), batch_size, None
-    return view
+    made = _without_index(type(buffer))(
+        storage=buffer._storage,
+        writer=ImmutableDatasetWriter(),
+        sampler=sampler,
+        batch_size=batch_size,
+        collate_fn=buffer._collate_fn,
+        transform=buffer._transform,
+        generator=buffer._rng,
+    )
+    made._origin = buffer
+    return made
 
 
 def sampler_generator(sampler: Sampler) -> torch.Generator | None:

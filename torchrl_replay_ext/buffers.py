@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torchrl.envs import Compose
 from torchrl_replay_ext._torchrl import (
     count_sample,
     expands_draws,
+    locked,
     next_step,
     set_entries,
     shape_and_device,
@@ -240,7 +239,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         # samplers raise an error if the buffer is empty; to read its length, the host would wait for an accelerator
         if size is None or include_info is not None or waiting or not self._reads_columns():
             return super().sample(batch_size, return_info, include_info, **waiting)
-        with self._locks():
+        with locked(self):
             drawn = self._draw(size, return_info)
         count_sample(self, size)
         return drawn
@@ -288,7 +287,7 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         )
         if self.dim_extend and priority.ndim > 1:
             priority = self._transpose(priority).flatten()
-        with self._locks():
+        with locked(self):
             self._sampler.update_priority(index, priority, storage=self._storage)
 
     def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
@@ -297,15 +296,6 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
             tensordict.set("index", index.unflatten(0, tensordict.shape[: self._storage.ndim]))
         else:
             super()._set_index_in_td(tensordict, index)
-
-    @contextmanager
-    def _locks(self) -> Iterator[None]:
-        """Lock out other threads. A graph takes no locks."""
-        if is_traced():
-            yield
-        else:
-            with self._replay_lock, self._write_lock:
-                yield
 
     def add(self, data: TensorDictBase) -> int:
         """Write a single row. Without a TD error it gets the priority of a new transition."""
@@ -365,5 +355,5 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
         # the batch may have been moved, for example to the device of the networks
         index, stamp, priority = (row.to(self._storage.counters_device) for row in rows)
         own: dict[str, Any] = {"storage": self._storage, "stamp": stamp}
-        with self._locks():
+        with locked(self):
             sampler.update_priority(index, priority, **own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,13 @@ class AdamStep:
         # of each parameter: first moments, second moments and the number of steps, by torch's names
         self._states = [self._state_of(parameter) for parameter in self.parameters]
         self._take_state()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._take_loaded_state())
+        itself = ref(self)
+
+        def take_loaded_state(_: torch.optim.Optimizer) -> None:
+            if step := itself():
+                step._take_loaded_state()
+
+        optimizer.register_load_state_dict_post_hook(take_loaded_state)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -243,7 +243,7 @@ class ACERConfig(LearningConfig):
     lmbda: float = within("[0, 1]")
     c: float = within(">= 0")
     trust_region: bool = MISSING
-    delta: float = within("[0, inf)")
+    delta: float = within(">= 0")
     average: float = within("[0, 1)")
     returns: str = one_of(*RETURNS)
     entropy_coeff: float = within("[0, inf)")

@@ -100,8 +100,8 @@ def require_ids(owner: str, key: NestedKey | None, ids: Tensor) -> None:
     """Raise TypeError unless trajectory ids are integers."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise TypeError(
-            f"{owner}: the entry {key!r} must hold integers, not {ids.dtype}; pass the entry with trajectory ids: "
-            "episodes=Episodes(traj_key=...), or traj_key=None for one stream."
+            f"{owner}: the entry {key!r} must hold integers, from the first write on, not {ids.dtype}; pass the entry "
+            "with trajectory ids: episodes=Episodes(traj_key=...), or traj_key=None for one stream."
         )
 
 
@@ -115,7 +115,14 @@ _FLAGS = {"done", "terminated", "truncated", "reward", "is_init", "step_count"}
 _N_STEP = "steps_to_next_obs"
 
 
-def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, traj_key: NestedKey | None) -> None:
+def check_streams(
+    storage: Storage | None,
+    slots: Tensor,
+    done_key: NestedKey,
+    traj_key: NestedKey | None,
+    *,
+    number: Tensor | None = None,
+) -> None:
     """Warn once per storage if most rows do not go on with the row before, as steps of one environment do.
 
     In the first writes, the next observation of a row is compared with the observation of the row after it in the ring,
@@ -127,6 +134,8 @@ def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, t
         slots: int64 [n], the rows of a write, in the order of writing.
         done_key: entry that marks the end of an episode.
         traj_key: entry with trajectory ids, if stored; None: there is none.
+        number: number of the row in each slot, in the order of writing, if slots that follow each other may hold rows
+            of other times. Default: None.
     """
     # first, so that graphs do not depend on the counts
     if is_traced():
@@ -135,6 +144,8 @@ def check_streams(storage: Storage | None, slots: Tensor, done_key: NestedKey, t
     if not left:
         return
     slots = slots[:left]
+    if number is not None:
+        slots = slots[number[slots] - number[slots - 1] == 1]
     goes_on = _compare(storage, slots, done_key, traj_key)
     if goes_on is not None:
         same, different = same + goes_on.count(True), different + goes_on.count(False)

@@ -176,7 +176,8 @@ class DecoupledSampler(SamplerWrapper):
     def actor_buffer(self, rb: TensorDictReplayBuffer, batch_size: int | None = None) -> TensorDictReplayBuffer:
         """Return a read-only buffer over the same storage whose ``sample()`` draws the actor's batch.
 
-        The buffer has the transforms and the ``collate_fn`` of ``rb``. Its samples have no ``"index"``: TD errors of
+        The buffer has the transforms and the ``collate_fn`` of ``rb``, and a draw holds the locks of ``rb``, so that
+        writes wait. Its samples have no ``"index"``: TD errors of
         the actor's batch are no priorities.
 
         Args:
@@ -366,4 +367,4 @@ class _ActorSampler(RandomSampler):
         return index, {"score": score, "candidate_scores": candidate_scores}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Storage | None = None, **_: Any) -> None:
-        raise ValueError("The actor's buffer takes no priorities; pass the critic's batch to the critic's buffer.")
+        """Do nothing: the constructor of a buffer calls this for the rows in the storage."""

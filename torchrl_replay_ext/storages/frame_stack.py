@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_replay_ext.arguments import is_key, key_path, require_integer, require_nested_keys
 from torchrl_replay_ext.compilation import gather_in_bounds, is_traced, outside_inference_mode, to_device
 from torchrl_replay_ext.core.layout import is_last_occurrence
-from torchrl_replay_ext.core.streams import DEFAULT_STREAMS, Episodes, check_streams, require_episodes
+from torchrl_replay_ext.core.streams import DEFAULT_STREAMS, Episodes, check_streams, require_episodes, require_ids
 from torchrl_replay_ext.kernels.ops import frames_write
 from torchrl_replay_ext.storages.compilable import CompilableTensorStorage, positions
 
@@ -53,7 +53,8 @@ class FrameStackStorage(CompilableTensorStorage):
         device: device of the data. ``"auto"``: the device of the first data. Default: ``"cpu"``.
 
     Raises:
-        KeyError: at a write, if stacks are missing.
+        KeyError: at a write, if stacks are missing, or trajectory ids although their entry was named.
+        TypeError: at a write, if trajectory ids are not integers.
         ValueError: at a write, if the stacks of a transition are not one step apart and ``n_step`` is 1, or their shape
             or dtype differs from the stored stacks.
         RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator.
@@ -170,6 +171,10 @@ class FrameStackStorage(CompilableTensorStorage):
                 "dimension. Flatten it: rb.append_transform(lambda td: td.reshape(-1), invert=True)."
             )
         trajectory = None if episodes.traj_key is None else data.get(episodes.traj_key, None)
+        if trajectory is not None:
+            require_ids(_OWNER, episodes.traj_key, trajectory)
+        elif episodes.requires_ids:
+            raise KeyError(f"{_OWNER}: the data has no entry {episodes.traj_key!r}, episodes=Episodes(traj_key=...).")
         trajectory = torch.zeros_like(slots) if trajectory is None else trajectory.reshape(-1).to(slots)
         if not slots.is_cpu:
             slots, trajectory = torch.stack([slots, trajectory]).cpu()

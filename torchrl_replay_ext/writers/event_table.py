@@ -307,11 +307,8 @@ class EventTableWriter(CompilableWriter):
             number = tables.number.tolist()
             open_steps = self._last_steps.items()
             self._last_steps = {stream: step for stream, step in open_steps if number[step[0]] == step[1]}
-        written = torch.from_numpy(slots)
-        if tables.is_pinned:
-            # slots that follow each other may hold rows of other times
-            written = written[tables.number[written] - tables.number[written - 1] == 1]
-        check_streams(storage, written, *self._done_and_ids)
+        number = tables.number if tables.is_pinned else None
+        check_streams(storage, torch.from_numpy(slots), *self._done_and_ids, number=number)
         if cut[0] and not self._warned_of_cut:
             self._warn_of_cut()
         return index
