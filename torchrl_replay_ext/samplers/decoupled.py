@@ -106,6 +106,9 @@ class DecoupledSampler(SamplerWrapper):
     omega = delegated("critic_sampler", "omega")
     eta = delegated("critic_sampler", "eta")
     event_share = delegated("critic_sampler", "event_share")
+    num_candidates = property(lambda self: self._num_candidates)
+    granularity = property(lambda self: self._granularity)
+    group_size = property(lambda self: self._group_size)
     # draws the critic's batch
     sample = delegated("critic_sampler", "sample", read_only=True)
 
@@ -121,9 +124,9 @@ class DecoupledSampler(SamplerWrapper):
         action_key: NestedKey = "action",
         group_size: int = 16,
     ):
-        self.num_candidates = require_integer(_OWNER, "num_candidates", num_candidates)
-        self.granularity = require_choice(_OWNER, "granularity", granularity, get_args(Granularity))
-        self.group_size = require_integer(_OWNER, "group_size", group_size)
+        self._num_candidates = require_integer(_OWNER, "num_candidates", num_candidates)
+        self._granularity = require_choice(_OWNER, "granularity", granularity, get_args(Granularity))
+        self._group_size = require_integer(_OWNER, "group_size", group_size)
         require_noise_scale(_OWNER, noise_scale)
         self._eps = require_finite(_OWNER, "eps", eps)
         device = getattr(noise_scale, "device", "cpu")
