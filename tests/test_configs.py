@@ -190,7 +190,8 @@ def test_values_become_arguments():
     assert buffer.sampler.alpha == 1.0 and buffer.sampler.eta == pytest.approx({"default": 0.5, "end": 0.5})
     keys = [
         "+replay_buffer.sampler.episodes={_target_: torchrl_replay_ext.configs.make, kind: Episodes, "
-        "_convert_: all, done_key: [next, finished]}"
+        "_convert_: all, done_key: [next, finished]}",
+        "+replay_buffer.sampler.anchors.episodes=${replay_buffer.sampler.episodes}",
     ]
     slices = instantiate(chosen(DQN, "trajectory_retrace", keys).replay_buffer).sampler
     assert "anchors=ReaPERSampler(" in repr(slices)
