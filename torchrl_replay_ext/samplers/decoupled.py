@@ -180,8 +180,7 @@ class DecoupledSampler(SamplerWrapper):
         """Return a read-only buffer over the same storage whose ``sample()`` draws the actor's batch.
 
         The buffer has the transforms and the ``collate_fn`` of ``rb``, and a draw holds the locks of ``rb``, so that
-        writes wait. Its samples have no ``"index"``: TD errors of
-        the actor's batch are no priorities.
+        writes wait. Its samples have no ``"index"``: TD errors of the actor's batch are no priorities.
 
         Args:
             rb: the buffer that has this sampler.

@@ -251,7 +251,6 @@ class EpisodeReader:
         require_nested_keys(self.owner, terminated_key=self.terminated_key)
         keys = self.episodes
         self._done_key, self._traj_key, self._init_key = keys.done_key, keys.traj_key, keys.init_key
-        self._requires_ids = keys.requires_ids
         # the number of streams in flat storage; without a fixed one, the first write or a loaded state decides
         self.is_fixed, self.num_streams = keys.num_streams is not None, keys.num_streams or 1
 
@@ -296,7 +295,7 @@ class EpisodeReader:
             raise rows.missing(self._done_key, why)
         if trajectory is not None:
             require_ids(self.owner, self._traj_key, as_tensor(trajectory))
-        elif needs_ids or self._requires_ids:
+        elif needs_ids or self.episodes.requires_ids:
             why = (
                 "which collectors write to identify trajectories; pass its name: episodes=Episodes(traj_key=...), or "
                 "episodes=Episodes(num_streams=1)."

@@ -259,8 +259,8 @@ class CompilableTensorStorage(LazyTensorStorage):
     def _rand_given_ndim(self, batch_size: int) -> Tensor | tuple[Tensor, ...]:
         shape = (self.max_size,) if self.ndim == 1 else tuple(self._total_shape or ())
         # a number is faster on the CPU; elsewhere the host would wait for it
-        length = self._len_value.item() if values_can_be_read(self._len_value) else self._len_value
-        steps = length // math.prod(shape[1:])
+        stored = self.num_rows.item() if values_can_be_read(self.num_rows) else self.num_rows
+        steps = stored // math.prod(shape[1:])
         return_index = []
         for length in (steps, *shape[1:]):
             u = uniform(batch_size, device=self._len_value.device, generator=self._rng)

@@ -174,7 +174,7 @@ class FrameStackStorage(CompilableTensorStorage):
         if trajectory is not None:
             require_ids(_OWNER, episodes.traj_key, trajectory)
         elif episodes.requires_ids:
-            raise KeyError(f"{_OWNER}: the data has no entry {episodes.traj_key!r}, episodes=Episodes(traj_key=...).")
+            raise KeyError(f"{_OWNER}: the data has no entry {episodes.traj_key!r} with trajectory ids.")
         trajectory = torch.zeros_like(slots) if trajectory is None else trajectory.reshape(-1).to(slots)
         if not slots.is_cpu:
             slots, trajectory = torch.stack([slots, trajectory]).cpu()
