@@ -335,7 +335,9 @@ class CompilableReplayBuffer(TensorDictReplayBuffer):
                 "this buffer drew. The actor's batch of DecoupledSampler takes no priorities."
             )
         anchored = expands_draws(self) and data.get("anchor_index", None) is not None
-        stamped = data.get(STAMP_KEY, None) is not None and getattr(sampler, "takes_priorities", False)
+        # a row that is copied from another buffer may have the stamp of that buffer
+        stamped = not self._adding and data.get(STAMP_KEY, None) is not None
+        stamped = stamped and getattr(sampler, "takes_priorities", False)
         if anchored or (stamped and data.ndim != 1):
             # TorchRL would take the largest TD error of each row of a batch [slices, steps]
             needed = ("anchor_index", "validity_mask", "index", STAMP_KEY, self.priority_key)

@@ -94,7 +94,8 @@ def test_reductions(acer, mask, weighted):
     torch.testing.assert_close(setting.loss.critic_coeff * batch["td_error"], single["loss_qvalue"])
     if weighted:
         # with a last dimension of 1 or without
-        batch["priority_weight"] = weight.unsqueeze(-1) if acer is discrete else weight
+        given = torch.where(valid, weight, math.nan)
+        batch["priority_weight"] = given.unsqueeze(-1) if acer is discrete else given
     each = setting.loss(batch)
     for reduction in ("sum", "mean"):
         setting.loss.reduction = reduction

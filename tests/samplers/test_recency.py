@@ -12,7 +12,7 @@ from tests.chi_square import p_value
 from tests.data import rows
 from tests.reference import NaiveRecency
 from tests.samplers.experience import assert_priorities
-from torchrl_replay_ext import RecencySampler
+from torchrl_replay_ext import Anneal, RecencySampler
 
 DRAWS, LEVEL = 20_000, 1e-4
 
@@ -56,6 +56,13 @@ def test_a_list_storage_wraps():
 
 
 # --- draws
+
+
+def test_a_schedule_cannot_be_assigned():
+    sampler = RecencySampler(beta=0.5)
+    with pytest.raises(TypeError, match="beta must be a number, not Anneal"):
+        sampler.beta = Anneal(0.0, 1.0, 10)
+    assert sampler.beta == 0.5
 
 
 @pytest.mark.parametrize("half_life", [1e-320, 0.001, 1e12, 1e300])

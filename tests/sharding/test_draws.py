@@ -204,6 +204,21 @@ def test_draws_follow_the_newest_updates_and_writes():
     assert (batch["number"] >= 1000).double().mean() > 0.5 and (batch["shard"] == 1).double().mean() > 0.25
 
 
+def test_a_shard_without_rows_learns_the_largest_priority_before_its_first_write():
+    sampler = partial(ProportionalSampler, td_error="absolute", eps=0.0, alpha=1.0)
+    many = sharded("", 2, sampler=sampler)
+    data = transitions(0, 4 * STREAMS)
+    stream = data["collector", "traj_ids"].reshape(-1)
+    many.extend(data[stream == 0])
+    for _ in range(3):
+        batch = many.sample()
+        update(many, batch, torch.full_like(batch["priority_weight"], 50.0))
+    many.sample()
+    many.extend(data[stream == 1])
+    many.extend(data[stream == 0])
+    assert {shard.replay.stats()["max_priority"] for shard in many._shards.handles} == {50.0}
+
+
 def test_a_started_shard_and_a_loaded_buffer_continue_the_schedules(tmp_path):
     sampler = partial(ProportionalSampler, beta=BETA)
     many = filled("", 2, sampler=sampler)

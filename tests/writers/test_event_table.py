@@ -1,18 +1,19 @@
 """EventTableWriter: the content of tables against plain Python lists, rejected writes, state."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
-from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.data import buffer_with, event_sampler, rows
 from tests.events import NaiveTables, scripted
 from tests.params import both_buffers
 from tests.samplers.event_tables import sampler_of
 from tests.samplers.experience import Refuses
-from torchrl_replay_ext import Episodes, EventSpec, EventTables, EventTableWriter
+from torchrl_replay_ext import Episodes, EventSpec, EventTables, EventTableWriter, FrameStackStorage
 from torchrl_replay_ext.writers.round_robin import CompilableWriter
 
 SPEC = EventSpec("a", ("next", "a"), 5)
@@ -146,6 +147,28 @@ def test_conditions_on_a_history_see_one_episode_however_the_data_is_cut(chunk):
     for name in ("back", "rose"):
         assert len(naive.tables[name]) > 20
         assert contents(rb, tables, name) == list(naive.tables[name])
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [partial(ListStorage, 30), partial(LazyStackStorage, 30), partial(FrameStackStorage, 30, frame_key="frames")],
+)
+def test_a_condition_on_a_history_reads_any_storage(storage):
+
+    def grows(data):
+        sums = data["next", "frames"].flatten(1).double().sum(1)
+        return torch.nn.functional.pad(sums.diff() > 0, (1, 0))
+
+    frames = torch.randint(1, 255, (22, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    stacks = frames.unfold(0, 2, 1).movedim(-1, 1)
+    data = marked(20, frames=stacks[:-1]).exclude("collector")
+    data["next", "frames"] = stacks[1:]
+    tables = EventTables([EventSpec("a", grows, 1, context=1)], {"a": 20})
+    rb = buffer(tables, 30, storage=storage())
+    for first in range(0, 20, 5):
+        rb.extend(data[first : first + 5].clone())
+    sums = stacks[1:].flatten(1).double().sum(1)
+    assert tables["a"].index().tolist() == ((sums.diff() > 0).nonzero().squeeze(1) + 1).tolist()
 
 
 def test_a_condition_on_a_history_sees_nothing_before_the_first_write_nor_before_empty():

@@ -145,7 +145,8 @@ def flat_slots(owner: str, index: int | Tensor | tuple, layout: Layout) -> Tenso
     coordinates = (
         torch.stack([_as_tensor(owner, i) for i in index], -1) if isinstance(index, tuple) else _as_tensor(owner, index)
     )
-    if coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool:
+    # an empty list becomes a float tensor
+    if coordinates.numel() and (coordinates.dtype.is_floating_point or coordinates.dtype == torch.bool):
         raise TypeError(f"{owner}: index must hold integers, got {coordinates.dtype}.")
     coordinates = coordinates.to(torch.int64)
     if len(shape) == 1:

@@ -111,7 +111,7 @@ class SumTree:
 
     @classmethod
     def to_mass(cls, priority: Tensor) -> Tensor:
-        """Convert floating-point priorities >= 0 to int64 masses, rounded up to units of 2^-23; only 0 has mass 0."""
+        """Convert priorities >= 0, float32 or float64, to int64 masses: units of 2^-23, rounded up; only 0 has 0."""
         return priority.mul(cls.UNIT).ceil_().to(torch.int64)
 
     def get(self, index: Tensor) -> Tensor:

@@ -274,7 +274,7 @@ class ACERBase(LossModule):
         diagnostics["tr_active"] = rows.mean(active.to(terms.kl.dtype))
         weights = self._maybe_get_priority_weight(tensordict)
         if weights is not None:
-            weights = rows.of_steps(self.tensor_keys.priority_weight, weights)
+            weights = rows.fill(rows.of_steps(self.tensor_keys.priority_weight, weights))
         error = terms.q_error if terms.td_error is None else terms.td_error
         tensordict.set(self.tensor_keys.priority, rows.fill(error.detach()).square().squeeze(-1))
         reduced = {key: self._reduced(value, tensordict, rows, weights) for key, value in losses.items()}
@@ -287,5 +287,5 @@ class ACERBase(LossModule):
         if weights is None or rows.valid is None or self.reduction != "mean":
             return self._reduce_loss(loss, tensordict, weights=weights)
         # TorchRL divides by the sum of the weights, which is 0 if no step is valid
-        total = rows.fill(weights).sum()
-        return (rows.fill(loss) * rows.fill(weights)).sum() / torch.where(total > 0, total, 1.0)
+        total = weights.sum()
+        return (rows.fill(loss) * weights).sum() / torch.where(total > 0, total, 1.0)

@@ -134,7 +134,10 @@ class BoundState(SlotState):
                 )
             # a state that was loaded before the storage was known
             loaded = None if self.slots.is_empty else self.state_dict()
+            # the largest d can be that of another shard
+            largest = self.slots.largest.item()
             self._set_up_state(layout)
+            self.slots.largest.clamp_min_(largest).clamp_max_(self.slots.limit)
             if loaded is not None:
                 self.load_state_dict(loaded)
         self._require_stored(name, self.slots.generation, storage)

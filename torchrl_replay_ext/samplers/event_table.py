@@ -77,7 +77,8 @@ class EventTableSampler(ReplaySampler):
     With ``priority=dict(kind="proportional")``, q_k(i) ∝ (\|δ\| + eps)^α, as in
     :class:`~torchrl_replay_ext.ProportionalSampler`. Further entries of the dict, with their defaults: ``alpha`` 0.6,
     ``beta`` 0.4, ``eps`` 1e-6, ``td_error`` ``"squared"``, ``max_priority_within_buffer`` False. A transition has the
-    same priority in all tables. New transitions have the largest priority seen so far.
+    same priority in all tables. New transitions have the largest priority seen so far; in the buffer, a transition that
+    pinned tables have removed counts until its slot is written again.
 
     Args:
         tables: the tables, which an :class:`~torchrl_replay_ext.EventTableWriter` of the same buffer fills.

@@ -91,7 +91,7 @@ class ReaPERSampler(PowerSampler):
             updated, instead of the largest d ever seen, see :class:`~torchrl_replay_ext.ProportionalSampler`. The sums
             of episodes use this d for rows that have not been updated. Default: False.
         episodes: how rows are divided into episodes. Default: None, as :class:`~torchrl_replay_ext.Episodes` says.
-            When a state is loaded, unfinished episodes end with their last stored transition.
+            When a state is loaded, no later step joins an unfinished episode; it stays ongoing.
 
     Raises:
         TypeError: if a number or a flag has the wrong type.

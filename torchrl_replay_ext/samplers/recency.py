@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_replay_ext.annealing import BETA, exponent
+from torchrl_replay_ext.annealing import BETA, Anneal, exponent
 from torchrl_replay_ext.arguments import as_number
 from torchrl_replay_ext.compilation import uniform
 from torchrl_replay_ext.core.layout import Layout
@@ -64,6 +64,10 @@ class RecencySampler(ReplaySampler):
         if not self._half_life > 0:
             raise ValueError(f"RecencySampler(half_life={half_life}): half_life must be > 0; use math.inf for uniform.")
         super().__init__(capacity, beta=as_number("RecencySampler", "beta", beta))
+
+    def set_hyperparameter(self, name: str, value: float | Tensor | Anneal) -> None:
+        """Assign a number; TypeError for a schedule."""
+        super().set_hyperparameter(name, as_number("RecencySampler", name, value))
 
     @property
     def half_life(self) -> float:

@@ -45,7 +45,8 @@ class CompilableTensorStorage(LazyTensorStorage):
     A graph that reads or writes the storage therefore stays valid while the storage fills and wraps. In a graph,
     ``len`` returns the capacity. Outside graphs the storage behaves like its base class with these exceptions: a
     :class:`~torchrl.data.replay_buffers.RandomSampler` scales uniform numbers in [0, 1) by the length, both inside and
-    outside graphs; ``state_dict()`` returns a copy; and a state of other shapes or dtypes is refused.
+    outside graphs; the length is the highest written slot + 1; ``state_dict()`` returns a copy; and a state of other
+    shapes or dtypes is refused.
 
     Args:
         max_size: capacity, the number of transitions.

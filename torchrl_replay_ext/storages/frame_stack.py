@@ -59,7 +59,8 @@ class FrameStackStorage(CompilableTensorStorage):
             or dtype differs from the stored stacks.
         RuntimeError: at a write, if there is no space for new frames, or in a graph on an accelerator.
 
-    Nothing is changed after these errors, except in a compiled step: it raises the same errors, but may be half done.
+    The storage is unchanged after these errors, except in a compiled step: it raises the same errors, but may be half
+    done. A sampler may drop the rows that the write would have overwritten.
     If other entries do not fit the stored ones, our writers change nothing; with TorchRL's, stacks may be replaced.
 
     Examples:
@@ -251,7 +252,7 @@ class FrameStackStorage(CompilableTensorStorage):
     def get(self, index: Any) -> Any:
         """The transitions at ``index``. If ``index`` is a key, this entry of all transitions.
 
-        The result is a new TensorDict: entries that you add to it are not stored.
+        The result is a new TensorDict: entries that you add to it, and changes of stacks, are not stored.
         """
         if is_key(index):
             column = None if self.is_stacked(index) else super().get(index)

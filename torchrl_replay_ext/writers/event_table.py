@@ -253,13 +253,15 @@ class EventTableWriter(CompilableWriter):
 
     def _joined(self, data: Any, earlier: list[np.ndarray], episodes: list[np.ndarray]) -> Any:
         """For each episode the stored rows in the slots ``earlier``, then its rows of ``data``."""
-        slots, known = np.concatenate(earlier), _torchrl.shape_and_device(self._storage)
+        storage: Any = self._storage
+        slots, known = np.concatenate(earlier), _torchrl.shape_and_device(storage)
         if known is not None and len(slots):
-            index = tuple(map(torch.from_numpy, np.unravel_index(slots, known[0])))
-            stored = _torchrl.stored_data(self._storage)[index]
+            index = [*map(torch.from_numpy, np.unravel_index(slots, known[0]))]
+            stored: Any = storage.get(tuple(index) if len(index) > 1 else index[0])
+            stored = torch.stack(stored) if isinstance(stored, list) else stored
             keys = set(stored.keys(True, True)) & set(data.keys(True, True))
             device = next(iter(data.values(True, True))).device
-            data = torch.cat([stored.select(*keys).to(device), data.select(*keys)])
+            data = torch.cat([part.select(*keys).to(device) for part in (stored, data)])
         of_stored = np.split(np.arange(len(slots)), np.cumsum([len(part) for part in earlier])[:-1])
         order = [part for pair in zip(of_stored, episodes, strict=True) for part in (pair[0], len(slots) + pair[1])]
         return data[torch.as_tensor(np.concatenate(order), device=data.device)]
