@@ -26,6 +26,7 @@ progress.csv has one row per evaluation, with the columns
     sampler/...            scalars of the sampler's stats()
 """
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -276,7 +277,7 @@ def train(config: R2D2Run, run_dir: Path) -> int:
     device, evaluation = run.device, run.evaluation
     if len(evaluation.observation_space.shape or ()) != 1:
         raise ConfigError(f"env.id={config.env.id}: recipes.r2d2 needs vector observations; use recipes.dqn")
-    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
+    num_observed, num_actions = math.prod(evaluation.observation_space.shape or ()), flatdim(evaluation.action_space)
 
     # Networks and optimizer.
     network = RecurrentNetwork(num_observed, num_actions, r2d2.units, r2d2.hidden_sizes, device)

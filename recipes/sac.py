@@ -23,6 +23,7 @@ progress.csv has one row per evaluation, with the columns
 Losses, alpha and entropy are means over the updates since the previous row.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -149,7 +150,7 @@ def train(config: SACRun | DistributedRun, run_dir: Path) -> int:
     # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_continuous_env)
     device, evaluation = run.device, run.evaluation
-    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
+    num_observed, num_actions = math.prod(evaluation.observation_space.shape or ()), flatdim(evaluation.action_space)
 
     # Networks, loss and optimizers.
     policy, loss_module = make_loss(sac, num_observed, num_actions, device)

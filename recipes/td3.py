@@ -22,6 +22,7 @@ progress.csv has one row per evaluation, with the columns
     sampler/...            scalars of the sampler's stats()
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -152,7 +153,7 @@ def train(config: TD3Run | DistributedRun, run_dir: Path) -> int:
     # One environment per evaluation episode. The collector makes the training environments.
     run = Run(config, run_dir, make_continuous_env)
     device, evaluation = run.device, run.evaluation
-    num_observed, num_actions = flatdim(evaluation.observation_space), flatdim(evaluation.action_space)
+    num_observed, num_actions = math.prod(evaluation.observation_space.shape or ()), flatdim(evaluation.action_space)
 
     # Networks, loss and optimizers.
     policy, loss_module = make_loss(td3, num_observed, num_actions, device)

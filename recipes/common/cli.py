@@ -161,7 +161,7 @@ def resumed_config(name: str, run_dir: Path, given: Mapping[str, Any]) -> DictCo
 def extend(learning: DictConfig, total_steps: Any, word: str) -> None:
     """Set a larger number of steps of a resumed run; its schedules stay as they were."""
     if not isinstance(total_steps, int) or total_steps <= learning.total_steps:
-        raise ConfigError(f"{word}: must be > {learning.total_steps}, the steps of the run; it can only be extended")
+        raise ConfigError(f"{word}: must be an integer > {learning.total_steps}, the steps of the run")
     learning.schedule_steps = learning.get("schedule_steps") or learning.total_steps
     learning.total_steps = total_steps
 

@@ -254,5 +254,5 @@ class VectorCollector:
 
 
 def _observed(observations: torch.Tensor) -> torch.Tensor:
-    """Observations as float32; images stay uint8."""
-    return observations if observations.dtype == torch.uint8 else observations.float()
+    """Observations [n, ...] as float32; images of bytes stay uint8."""
+    return observations if observations.dtype == torch.uint8 and observations.ndim > 2 else observations.float()

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
@@ -45,7 +46,7 @@ class EventConfig(Checked):
 
     Args:
         history: number of transitions, up to and including the event, that enter the table; >= 1.
-        eta: share of the batch drawn from the table, in [0, 1]; {start, end}: linear over all updates of the run. The
+        eta: share of the batch drawn from the table, in (0, 1]; {start, end}: linear over all updates of the run. The
             table's size is the largest value times the buffer's.
         above: the event occurs if the reward is larger than this value. Default: None, use `info`.
         quantile: the event occurs if the reward is larger than this quantile of the last 10,000 rewards, in (0, 1).
@@ -69,7 +70,8 @@ class EventConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("eta", all(0 <= end <= 1 for end in ends("eta", self.eta)), "must be in [0, 1]")
+        inside = all(0 <= end <= 1 for end in ends("eta", self.eta)) and self.largest_eta > 0
+        self.require("eta", inside, "must be in [0, 1], and > 0 at the start or the end")
         text = "needs null for the others of above, quantile, novel and function"
         for name in self.conditions[1:]:
             self.require(name, False, text)
@@ -97,7 +99,8 @@ class EnvConfig(Checked):
         options: keyword arguments for gymnasium.make. Default: {}.
         training: keyword arguments for gymnasium.make in which the training environments differ from `options`, such
             as the shaping of rewards. Evaluations do not use them. Default: {}.
-        events: events by name, see recipes.common.replay. Default: {}. Their largest `eta` must sum to at most 1.
+        events: events by name, see recipes.common.replay. Default: {}. The sum of their largest `eta`
+            must be <= 1, and < 1 with sampler.retention=pinned.
         atari: preprocessing of an Atari game. Default: None, not an Atari game.
         random_score: mean return of random actions, normalized to 0. Default: None, no normalization.
         human_score: mean return of humans, normalized to 1. Default: None, no normalization.
@@ -160,6 +163,10 @@ class LoggerConfig:
 
     csv: bool = MISSING
     backend: str | None = MISSING
+
+    def __post_init__(self) -> None:
+        if self.backend and find_spec(self.backend) is None:
+            raise ConfigError(f"logger.backend={self.backend}: this package is missing; pip install {self.backend}")
 
 
 @dataclass
@@ -257,6 +264,9 @@ class RunConfig(Checked):
             self.checkpoint_interval = max(10_000, learning.total_steps // 50)
         self.require("cudagraphs", self.compile or not self.cudagraphs, "needs compile=true")
         self.require_divides("num_envs", "train_interval")
+        for key, least in ("train_interval", learning.train_interval), ("n_step", learning.n_step * self.num_envs):
+            fits = least <= learning.total_steps
+            learning.require(key, fits, f"needs {learning.prefix}total_steps >= {least}, not {learning.total_steps}")
         self._check_sampler()
 
     def _check_sampler(self) -> None:

@@ -46,8 +46,9 @@ def make_env(
         return TransformAction(env, partial(np.clip, a_min=-one, a_max=one), env.action_space)
     needed = " or ".join({Discrete: "discrete", Box: "bounded continuous"}[kind] for kind in actions)
     raise ConfigError(
-        f"env.id={config.id}: this recipe needs {needed} actions and vector observations; use recipes.dqn for discrete "
-        "actions, recipes.sac or recipes.td3 for continuous ones, or recipes.acer"
+        f"env.id={config.id}: this recipe needs {needed} actions and vector observations, not {space} and "
+        f"{env.observation_space}; recipes.dqn is for discrete actions, recipes.sac and recipes.td3 for continuous "
+        "ones, recipes.acer for both; gymnasium.wrappers.FlattenObservation makes vectors"
     )
 
 
@@ -81,6 +82,6 @@ def _make(config: EnvConfig, training: bool) -> gymnasium.Env:
         info = env.step(env.action_space.sample())[4]
         found = [name for name, value in info.items() if isinstance(value, (bool, np.bool_))]
         if missing := [name for name in config.flags if name not in found]:
-            flags = f"has no flag {', '.join(missing)}; its flags are {', '.join(found) or 'none'}"
+            flags = f"has no bool {', '.join(missing)} in every step; its flags are {', '.join(found) or 'none'}"
             raise ConfigError(f"env.events: the info of {config.id} {flags}")
     return env

@@ -10,8 +10,8 @@ from torchrl.modules import MLP, ConvNet
 
 
 def to_tensor(observations: np.ndarray, device: torch.device) -> Tensor:
-    """Observations as networks take them, and buffers store them: images as uint8, others as float32."""
-    dtype = torch.uint8 if observations.dtype == np.uint8 else torch.float32
+    """Observations [n, ...] as networks take them and buffers store them: images of bytes as uint8, others float32."""
+    dtype = torch.uint8 if observations.dtype == np.uint8 and observations.ndim > 2 else torch.float32
     return torch.as_tensor(observations, dtype=dtype, device=device)
 
 

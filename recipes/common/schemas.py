@@ -19,7 +19,7 @@ from recipes.common.config import (
     LearningConfig,
     RunConfig,
 )
-from recipes.common.errors import did_you_mean
+from recipes.common.errors import ConfigError, did_you_mean
 
 WITH_LAP = (*FixedRoundsRunConfig.samplers, "lap")
 MOST_GRADIENTS = 12  # that CAGrad combines; the cost doubles with each
@@ -328,6 +328,9 @@ class R2D2Run(FixedRoundsRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_divides("num_envs", "buffer_size")
+        window = self.num_envs * (self.r2d2.burn_in + self.r2d2.sequence_length)
+        fits = self.r2d2.buffer_size >= window
+        self.r2d2.require("buffer_size", fits, f"must be >= {window}, a window for each environment")
 
 
 @dataclass
@@ -399,6 +402,9 @@ class StudyConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("envs", bool(self.envs), "must have at least one environment")
+        for word in [*self.fixed, *(word for words in self.variants.values() for word in words)]:
+            if word.lstrip("+~").split("=")[0] in ("env", "seed", "resume"):
+                raise ConfigError(f"study: {word} cannot be a word of a variant; the study sets env, seed and resume")
         hint = did_you_mean(self.baseline, self.variants)
         self.require("baseline", self.baseline in self.variants, f"choose {', '.join(self.variants)}{hint}")
 

@@ -145,7 +145,10 @@ class RMSProp:
 
 def make_step(optimizer: torch.optim.Adam | RMSProp) -> AdamStep | RMSProp:
     """The step of an optimizer as a function of the gradients, which a graph can contain."""
-    return optimizer if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
+    try:
+        return optimizer if isinstance(optimizer, RMSProp) else AdamStep(optimizer)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from error
 
 
 def make_optimizers(learning: Any, loss_module: SACLoss | TD3Loss) -> dict[str, torch.optim.Adam]:

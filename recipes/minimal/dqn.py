@@ -84,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> float:
     optimizer = AdamStep(torch.optim.Adam(loss_module.parameters(), lr=1e-3, fused=True))
 
     # The buffer. DQNLoss writes SQUARED TD errors, which is what samplers expect by default.
-    num_updates = args.frames // FRAMES_PER_BATCH * UPDATES
+    num_updates = max(1, args.frames // FRAMES_PER_BATCH * UPDATES)
     storage = CompilableTensorStorage(100_000)
     sampler = ReaPERSampler(alpha=0.4, omega=0.2, beta=Anneal(0.4, 1.0, num_updates), td_error="squared")
     replay_buffer = CompilableReplayBuffer(storage=storage, sampler=sampler, batch_size=BATCH_SIZE)

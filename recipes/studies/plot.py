@@ -24,6 +24,7 @@ Each figure is written as PNG and as SVG.
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from recipes.common.checked import positive
@@ -68,6 +69,11 @@ def main() -> None:
             runs = read_table(arguments.read, columns, by)
         else:
             runs = [read_run(path, columns, by) for path in arguments.runs]
+            (run, count), *_ = Counter((run.env, run.group, run.seed) for run in runs).most_common(1)
+            if count > 1:
+                env, group, seed = run
+                text = "runs of this seed would count as so many; pass one, or --by the key in which they differ"
+                raise ConfigError(f"{env} {group} seed {seed}: {count} {text}")
         save(draw_runs(runs, columns, arguments.smooth), *files)
     except (ConfigError, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)

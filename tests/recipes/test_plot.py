@@ -53,6 +53,12 @@ def test_bad_command_lines_are_explained(words, message, plot_refuses):
     assert message in plot_refuses(*words)
 
 
+def test_runs_of_the_same_seed_are_no_sample(tmp_path, plot_refuses, drawn):
+    runs = [write_run(tmp_path / f"{rate}", [1.0, 2.0], dqn={"learning_rate": rate}) for rate in (1, 2)]
+    assert "cartpole per seed 1: 2 runs of this seed would count as so many" in plot_refuses(*runs)
+    drawn(*runs, "--by", "dqn.learning_rate", "--out", tmp_path / "figure")
+
+
 def test_the_published_evaluations_are_drawn_without_their_runs(tmp_path, drawn):
     data = ROOT / "recipes/results/sset/curves.csv"
     drawn("--read", data, "--by", "variant", "--columns", "q_sum", "return_mean", "--out", tmp_path / "figure")
