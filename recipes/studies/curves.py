@@ -113,8 +113,8 @@ def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     groups = [*groups]
     sizes = sorted({len(runs) for runs in groups})
     each = f"smoothed over {window} evaluations" if window > 1 else ""
-    longest = max(run.steps[-1] for runs in groups for run in runs)
-    carried = any(run.stopped and run.steps[-1] < longest for runs in groups for run in runs)
+    lasts = [(runs, max(run.steps[-1] for run in runs)) for runs in groups]
+    carried = any(run.stopped and run.steps[-1] < last for runs, last in lasts for run in runs)
     end = " A run that stopped at its threshold keeps its last value." if carried else ""
     if sizes[-1] == 1:
         return f"Lines: single runs{f', {each}' if each else ''}.{end}"

@@ -23,7 +23,7 @@ from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
 # not run yet; atari10 takes years of a CPU
-NOT_RUN = ("atari10", "minatar_20", "pong")
+NOT_RUN = ("atari10", "minatar_20")
 OF_EARLIER_CODE = ("dper_candidates", "dper_sac")  # their samplers are gone
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
