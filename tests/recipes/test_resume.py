@@ -73,7 +73,7 @@ def test_a_finished_run_can_be_extended(tmp_path, name):
         assert [float(row["epsilon"]) for row in after[1:]] == pytest.approx(expected)
     longer = recipe.resumed(tmp_path, f"{name}.total_steps=400").learning
     assert (longer.total_steps, longer.scheduled) == (400, 96)
-    with pytest.raises(ConfigError, match=f"{name}.total_steps=150: must be > 150"):
+    with pytest.raises(ConfigError, match=f"{name}.total_steps=150: must be an integer > 150"):
         recipe.resumed(tmp_path, f"{name}.total_steps=150")
 
 
