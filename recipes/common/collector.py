@@ -11,6 +11,8 @@ from gymnasium.spaces import Discrete
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import MultiStepTransform
 
+from recipes.common.networks import to_tensor
+
 # Number of finished episodes whose returns are kept.
 _RECENT = 100
 
@@ -190,10 +192,12 @@ class VectorCollector:
     def _collect(self, steps: int) -> TensorDict:
         self.steps_of_batch = steps * len(self._envs)
         rows = [self._step() for _ in range(steps)]
-        entries: dict[str, Any] = {key: torch.from_numpy(np.concatenate([row[key] for row in rows])) for key in rows[0]}
+        columns = {key: np.concatenate([row[key] for row in rows]) for key in rows[0]}
+        before, after = (to_tensor(columns.pop(key), torch.device("cpu")) for key in ("observation", "after"))
+        entries: dict[str, Any] = {key: torch.from_numpy(column) for key, column in columns.items()}
         terminated, truncated, flags = (entries.pop(key) for key in ("terminated", "truncated", "flags"))
         following: dict[str, Any] = {
-            "observation": _observed(entries.pop("after")),
+            "observation": after,
             "reward": entries.pop("reward").float().unsqueeze(1),
             "done": (terminated | truncated).unsqueeze(1),
             "terminated": terminated.unsqueeze(1),
@@ -201,7 +205,7 @@ class VectorCollector:
         }
         if self._flags:
             following["events"] = {name: flags[:, i : i + 1] for i, name in enumerate(self._flags)}
-        entries |= {"observation": _observed(entries["observation"]), "next": following}
+        entries |= {"observation": before, "next": following}
         entries["collector"] = {"traj_ids": entries.pop("trajectory")}
         return TensorDict(entries, [self.steps_of_batch], device="cpu")
 
@@ -251,8 +255,3 @@ class VectorCollector:
         """Close the environments."""
         for env in self._envs:
             env.close()
-
-
-def _observed(observations: torch.Tensor) -> torch.Tensor:
-    """Observations [n, ...] as float32; images of bytes stay uint8."""
-    return observations if observations.dtype == torch.uint8 and observations.ndim > 2 else observations.float()
