@@ -98,6 +98,31 @@ def test_the_state_of_an_empty_buffer_can_be_loaded(name, compilable, num_rows):
     assert len(rb.sample()) == 8
 
 
+@pytest.mark.parametrize("name", ["reaper", "slices"])
+def test_copies_of_a_loaded_buffer_with_columns_go_on(name):
+    """Two environments in columns, with trajectory ids: their number says nothing about the number of streams."""
+
+    def steps(first):
+        return (
+            random_rows(6, first=first, episode=1000)
+            .reshape(2, 3)
+            .set(("collector", "traj_ids"), torch.arange(2).unsqueeze(1).expand(2, 3).clone())
+        )
+
+    saved, rb = (buffer_with(SAMPLERS[name](None), 40, ndim=2, batch_size=8) for _ in range(2))
+    for buffer in (saved, rb):
+        buffer.extend(steps(0))
+    slots = getattr(rb.sampler, "starts_sampler", rb.sampler).slots
+    rb.load_state_dict(copy.deepcopy(saved.state_dict()))
+    # in place, as graphs need it
+    assert getattr(rb.sampler, "starts_sampler", rb.sampler).slots is slots
+    rb.extend(steps(6))
+    copied = copy.deepcopy(rb)
+    for buffer in (rb, copied):
+        buffer.extend(steps(12))
+    assert_same_state(copied.sampler.state_dict(), rb.sampler.state_dict())
+
+
 @both_buffers
 @pytest.mark.parametrize("name", [*SOME_SAMPLERS, "pinned"])
 def test_the_state_of_an_emptied_buffer_can_be_loaded_into_a_new_one(name, compilable):

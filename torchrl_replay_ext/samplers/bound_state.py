@@ -68,8 +68,8 @@ def shape_of(call: str, state: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def lanes_of(state: Mapping[str, Any]) -> Any:
-    """The lanes of the index of episodes in a state, see :meth:`EpisodeReader.adopt_streams`; None without one."""
-    return state.get("episodes_lanes", state.get("slices_lanes"))
+    """The lanes of flat storage in a state, see :meth:`EpisodeReader.adopt_streams`; None if there are none."""
+    return state.get("episodes_lanes", state.get("slices_lanes")) if len(state["storage_shape"]) == 1 else None
 
 
 def require_fitting_tables(call: str, state: Mapping[str, Any], tables: EventTables, num_slots: int) -> None:

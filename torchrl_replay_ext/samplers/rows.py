@@ -256,8 +256,9 @@ class EpisodeReader:
 
     def count_streams(self, storage: Storage) -> bool:
         """Decide the number of streams by whether the storage has trajectory ids; True if it has changed."""
-        data = _torchrl.stored_data(storage)
-        if self.is_fixed or self._traj_key is None or not is_tensor_collection(data):
+        data: Any = _torchrl.stored_data(storage)
+        # the columns of a storage with ndim >= 2 are the streams
+        if self.is_fixed or self._traj_key is None or not is_tensor_collection(data) or storage.ndim > 1:
             return False
         (ids,) = _torchrl.entries_of(data, [self._traj_key])
         before, self.num_streams = self.num_streams, 1 if ids is None else DEFAULT_STREAMS
