@@ -44,6 +44,13 @@ def test_a_limit_that_is_exceeded_by_rounding_is_the_limit(value, limit):
     assert schedule.value == limit
 
 
+def test_a_schedule_ends_at_its_end():
+    schedule = beta(Anneal(1.0, 0.3, 3))
+    for _ in range(3):
+        schedule.step()
+    assert schedule.value == 0.3
+
+
 @pytest.mark.parametrize("value", [-1.0, Anneal(0.5, 9.0, 3)])
 def test_a_refused_value_changes_nothing(value):
     hyperparameter = beta(Anneal(0.0, 1.0, 4), high=1.0)

@@ -313,6 +313,12 @@ def test_the_projection_for_k_of_any_size(size):
     assert bool(of_k[~active].eq(0).all())
 
 
+def test_a_tiny_k_is_a_constraint_without_slack():
+    for g, k in (([3.0, 1.0], [1e-40, 0.5e-40]), ([3.0, -7.0], [0.0, -1e-45])):
+        z, active = trust_region_projection(torch.tensor(g), torch.tensor(k), 0.0)
+        assert active and abs(torch.tensor(k).double().div(1e-40) @ z.double()) < 1e-5
+
+
 @pytest.mark.parametrize("delta", [0.0, 1.0])
 @pytest.mark.parametrize("size", [1.0, 1e38])
 def test_without_direction_there_is_no_constraint(size, delta):

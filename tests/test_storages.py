@@ -298,6 +298,14 @@ def test_rows_that_are_written_again_do_not_count_twice(cursor, length):
         assert len(storage) == length
 
 
+def test_a_slot_that_does_not_exist_changes_nothing():
+    storage = CompilableTensorStorage(10)
+    storage.set(torch.arange(5), steps(0, 5))
+    with pytest.raises(IndexError, match="step 12 is not in a storage of 10 steps"):
+        storage.set(torch.tensor([12]), steps(0, 1))
+    assert len(storage) == 5
+
+
 def test_flags_of_rows_that_were_never_written_are_false(monkeypatch):
     # other bytes than 0 and 1 count as themselves in graphs, which compute with flags as numbers
     init = LazyTensorStorage._init

@@ -105,7 +105,8 @@ class Hyperparameter:
     def step(self) -> None:
         """Count one update of a schedule and set the value that it has after it."""
         _, count, start, end, num_updates = self._state.split(1)
-        value = ((count + 1) / num_updates).clamp_max(1.0).mul(end - start).add(start)
+        # exactly the end after the last update
+        value = start.lerp(end, ((count + 1) / num_updates).clamp_max(1.0))
         self._state.copy_(torch.cat([value, count + 1, start, end, num_updates]))
         self._publish()
 

@@ -64,12 +64,12 @@ def allocate(eta: Tensor, batch_size: int, method: Allocation = "systematic", u:
     require_choice("allocate", "method", method, METHODS)
     if not (batch_size >= 1 and batch_size == int(batch_size)):
         raise ValueError(f"allocate(batch_size={batch_size}): batch_size must be an integer >= 1.")
+    eta = eta.to(torch.float64)
     raise_if(
         lambda: not (eta >= 0).all() or not 0 < float(eta.sum()) < math.inf,
         lambda: ValueError(f"allocate(eta={eta.tolist()}): eta must be >= 0 and finite, and one of them > 0."),
         skip_on=eta,
     )
-    eta = eta.to(torch.float64)
     ends = table_ends(eta / eta.sum(), batch_size, method, u)
     return torch.cat([ends[:1], ends[1:] - ends[:-1]])
 
@@ -87,9 +87,11 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
         u = torch.rand(size, dtype=torch.float64, device=eta.device)
     # integers: the order in which a GPU adds them makes no difference
     cumulated = (eta * 2.0**52).to(torch.int64).cumsum(0)
-    cumulated = cumulated / cumulated[-1]
+    cumulated = cumulated.double() / cumulated[-1].double()
     if method == "systematic":
-        return (batch_size * cumulated - u.reshape(-1)[0]).ceil_().clamp_(0, batch_size).to(torch.int64)
+        ends = (batch_size * cumulated - u.reshape(-1)[0]).ceil().clamp(0, batch_size)
+        # B - u may round to B - 1
+        return torch.where(cumulated == 1, batch_size, ends).to(torch.int64)
     return (u.reshape(1, -1) < cumulated.unsqueeze(1)).sum(1)
 
 
@@ -102,6 +104,8 @@ def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:
     """
     if not isinstance(noise_scale, Tensor):
         noise_scale = torch.tensor(as_number(owner, "noise_scale", noise_scale), device="cpu")
+    if noise_scale.is_complex() or noise_scale.dtype == torch.bool:
+        raise TypeError(f"{owner}(noise_scale={noise_scale}): noise_scale must hold real numbers.")
     # checked in float32, where a tiny positive number becomes 0
     scale = noise_scale.float()
     raise_if(
@@ -131,8 +135,8 @@ def gaussian_policy_kl(difference: Tensor, noise_scale: float | Tensor, *, eps: 
         eps: added to the variances of the differences, >= 0. Default: 1e-6.
 
     Returns:
-        The divergence in nats, [...], float64 for ``difference`` in float64, else float32. It is +inf, never NaN, with
-        ``eps`` = 0 if a difference does not vary. Gradients flow.
+        The divergence in nats, [...], float64 for ``difference`` in float64, else float32. With ``eps`` = 0 it is
+        +inf, or very large by rounding, if a difference does not vary. Gradients flow.
 
     Raises:
         ValueError: if an argument has a wrong value or shape. The values of ``noise_scale`` are not checked in a
@@ -197,7 +201,7 @@ def ornstein_uhlenbeck_scale(sigma: float, theta: float, dt: float = 1.0) -> flo
             f"ornstein_uhlenbeck_scale(sigma={sigma}, theta={theta}, dt={dt}): sigma and dt must be > 0, and "
             "0 < theta * dt < 2."
         )
-    return sigma * math.sqrt(dt / (1 - (1 - theta * dt) ** 2))
+    return sigma / math.sqrt(theta * (2 - theta * dt))
 
 
 Statistics = TypeVar("Statistics", Tensor, tuple[Tensor, ...])
@@ -377,7 +381,7 @@ def retrace(
         time_dim: the dimension of time. Default: -2.
 
     Returns:
-        Q^ret_t, [\*B, T, 1], in the dtype of ``action_value``. If c is finite, the result is finite for any ρ.
+        Q^ret_t, [\*B, T, 1], in the dtype of ``action_value``. If c <= 1, the result is finite for any ρ.
         Gradients flow to all arguments: detach the result to use it as a target.
 
     Raises:
@@ -566,7 +570,8 @@ def trust_region_projection(g: Statistics, k: Statistics, delta: float) -> tuple
     size = direction.detach().abs().amax(-1, keepdim=True)
     size = torch.where(size > 0, size, torch.ones_like(size))
     unit = direction / size
-    excess = (unit * joint).sum(-1, keepdim=True) - delta / size
+    # not a number divided by the tensor, which torch computes as delta · (1 / size)
+    excess = (unit * joint).sum(-1, keepdim=True) - torch.full_like(size, delta) / size
     active = excess > 0
     square = unit.square().sum(-1, keepdim=True)
     step = torch.where(active, excess, torch.zeros_like(excess)) / torch.where(active, square, torch.ones_like(square))

@@ -57,12 +57,12 @@ class StochasticDuelingNetwork(nn.Module):
         Raises:
             ValueError: if a shape is wrong, or n = 0.
         """
+        features = self.trunk(observation)
+        beside = _beside("StochasticDuelingNetwork", features, actions=actions, policy_samples=policy_samples)
         num_actions, num_samples = actions.shape[-2], policy_samples.shape[-2]
         if not num_samples:
             raise ValueError("StochasticDuelingNetwork: policy_samples must hold at least one action for each state.")
-        features = self.trunk(observation)
         value = self.value_net(features)
-        beside = _beside("StochasticDuelingNetwork", features, actions=actions, policy_samples=policy_samples)
         advantage = self.advantage_net(beside)
         of_actions, of_samples = advantage.split([num_actions, num_samples], -2)
         return value.unsqueeze(-2) + of_actions - of_samples.mean(-2, keepdim=True), value

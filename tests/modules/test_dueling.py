@@ -55,7 +55,7 @@ def test_shapes_that_do_not_fit(kind, shape):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        *((shape, "of shape") for shape in ((4, ACTION), (3, 2, ACTION), (4, 2, ACTION + 1))),
+        *((shape, "of shape") for shape in ((ACTION,), (4, ACTION), (3, 2, ACTION), (4, 2, ACTION + 1))),
         ((4, 0, ACTION), "must hold at least one"),
     ],
 )

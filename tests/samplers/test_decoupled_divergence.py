@@ -36,6 +36,7 @@ def test_ornstein_uhlenbeck_noise():
         if step > 200 and step % 20 == 0:
             values.append(x)
     assert ornstein_uhlenbeck_scale(0.3, 0.15, 0.5) == pytest.approx(float(torch.cat(values).std()), rel=0.03)
+    assert ornstein_uhlenbeck_scale(1.0, 1e-17) == pytest.approx(1e17**0.5 / 2**0.5)
     with pytest.raises(ValueError, match="0 < theta"):
         ornstein_uhlenbeck_scale(0.3, 3.0)
 

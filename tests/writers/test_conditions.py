@@ -106,8 +106,10 @@ def test_the_value_of_a_threshold_may_be_of_numpy_or_torch(value):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("op", OPERATORS)
 def test_thresholds_of_fractions_have_the_precision_of_the_entry(dtype, op):
-    column = torch.tensor([-math.inf, -2.0, 0.1, 300.0, math.inf, math.nan]).to(dtype)
-    for value in (0.1, 300, 70_000.0, -1e300, math.inf):
+    largest = torch.finfo(dtype).max
+    column = torch.tensor([-math.inf, -2.0, 0.1, 300.0, largest, math.inf, math.nan], dtype=torch.float64).to(dtype)
+    # the second to last ones round to the largest numbers of float16 and float32
+    for value in (0.1, 300, 70_000.0, -1e300, 65_519.0, 3.4028235e38, math.inf):
         rounded = float(torch.tensor(value, dtype=torch.float64).to(dtype))
         if math.isinf(rounded):
             rounded = value

@@ -70,9 +70,10 @@ class Threshold:
         """True where the condition holds."""
         compare, value, dtype = _OPERATORS[self.op], self.value, column.dtype
         if dtype.is_floating_point:
+            value = float(value)
             # torch would round a finite value to infinity
-            is_too_large = torch.finfo(dtype).max < abs(value) < math.inf
-            return compare(column.to(torch.float64) if is_too_large else column, float(value))
+            is_too_large = math.isfinite(value) and bool(torch.tensor(value, dtype=dtype, device="cpu").isinf())
+            return compare(column.to(torch.float64) if is_too_large else column, value)
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
         is_inside = low <= value <= high
         if not is_inside or (self.op in ("==", "!=") and value != math.floor(value)):
@@ -340,7 +341,7 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     Returns:
         The capacity κ of each table, the default table first. With ``retention="ring"``, the default table has 0.
     """
-    if isinstance(specs, EventSpec) or not isinstance(capacity, Mapping):
+    if not isinstance(specs, Sequence) or isinstance(specs, str) or not isinstance(capacity, Mapping):
         raise TypeError(
             "EventTables: specs must be a list of EventSpec, and capacity a dict with one number for each table."
         )

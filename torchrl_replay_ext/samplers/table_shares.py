@@ -89,7 +89,7 @@ class TableShares:
             current, start, end, steps = self._state.unbind()
             steps[:1].add_(1)
             done = (steps[:1] / steps[-1:]).clamp_max(1.0)
-            current.copy_(start + done * (end - start))
+            current.copy_(start.lerp(end, done))
             self.current.copy_(current)
 
     def state(self) -> Tensor:
@@ -182,8 +182,10 @@ def min_sizes(min_size: int | Mapping[str, int] | None, tables: EventTables) -> 
     least: Any = {} if min_size is None else min_size
     if not isinstance(least, Mapping):
         least = dict.fromkeys(tables.names[1:], min_size)
-    if unknown := set(least) - set(tables.names):
-        raise ValueError(f"EventTableSampler: min_size names {sorted(unknown)}, but the tables are {tables.names}.")
+    if unknown := set(least) - set(tables.names[1:]):
+        raise ValueError(
+            f"EventTableSampler: min_size names {sorted(unknown)}, but the event tables are {tables.names[1:]}."
+        )
     for name, value in least.items():
         require_integer("EventTableSampler", f"min_size[{name!r}]", value)
     return torch.tensor([least.get(name, 1 if name == DEFAULT else -1) for name in tables.names], device="cpu")

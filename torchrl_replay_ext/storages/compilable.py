@@ -117,8 +117,11 @@ class CompilableTensorStorage(LazyTensorStorage):
             last = written.max() if written.numel() else -1
             self._len = self._len_value.clamp_min((last + 1) * lanes)
         elif self._len < self.max_size and written.numel():
+            last = int(written.max())
+            if last >= steps:
+                raise IndexError(f"{type(self).__name__}: step {last} is not in a storage of {steps} steps.")
             # one assignment, so that an interrupted write leaves a valid length
-            self._len = max(self._len, (int(written.max()) + 1) * lanes)
+            self._len = max(self._len, (last + 1) * lanes)
 
     @outside_inference_mode()
     def _init(self, data: Any) -> None:
