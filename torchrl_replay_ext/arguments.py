@@ -55,10 +55,11 @@ def require_bool(owner: str, name: str, value: Any) -> bool:
 
 
 def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> int:
-    """Return ``value`` as an int. ValueError if it is not an integer, of Python or NumPy, >= ``least``."""
+    """Return ``value`` as an int. TypeError if it is no integer of Python or NumPy, ValueError if it is < ``least``."""
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < least:
-        raise ValueError(f"{owner}({name}={value!r}): {name} must be an integer >= {least}.")
+        error = ValueError if is_integer else TypeError
+        raise error(f"{owner}({name}={value!r}): {name} must be an integer >= {least}.")
     return int(value)
 
 

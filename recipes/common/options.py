@@ -24,8 +24,6 @@ from recipes.common.config import RECIPES, EventConfig
 from recipes.common.errors import ConfigError, closest, did_you_mean
 from recipes.common.files import CONF, load_config
 
-Row = tuple[str, str]  # an option with its default (`key=value`), and its explanation
-
 
 def compose_config(recipe: str, words: Sequence[str], *, hydra: bool = False) -> DictConfig:
     """The recipe's configuration for the words of a command line, such as `key=value`.

@@ -26,7 +26,8 @@ def test_the_batch_size_is_an_integer_of_python_or_numpy(name, compilable):
     sampler = type(rb.sampler).__name__ if name != "decoupled" else "ProportionalSampler"
     assert len(rb.sampler.sample(rb.storage, np.int64(BATCH))[0]) == BATCH
     for wrong in (0, 8.0, np.float64(8), True, "8"):
-        with pytest.raises(ValueError, match=rf"{sampler}.*\.sample\(batch_size=.*must be"):
+        error = ValueError if wrong == 0 else TypeError
+        with pytest.raises(error, match=rf"{sampler}.*\.sample\(batch_size=.*must be"):
             rb.sampler.sample(rb.storage, wrong)
 
 
@@ -41,7 +42,7 @@ def test_integers_of_numpy_are_arguments():
     rb.extend(random_rows(20))
     assert rb.sample().shape == (BATCH,) and isinstance(tables, EventTableSampler)
     assert FrameStackStorage(four, frame_capacity=four + four).max_size == 4
-    with pytest.raises(ValueError, match=r"capacity must be an integer >= 1"):
+    with pytest.raises(TypeError, match=r"capacity must be an integer >= 1"):
         ProportionalSampler(np.bool_(True))
 
 

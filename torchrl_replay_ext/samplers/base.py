@@ -298,7 +298,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
                 always applied.
 
         Raises:
-            ValueError: if a TD error is negative, not finite or too large, or the shapes do not match.
+            ValueError: if a TD error, in float32, is negative, not finite or too large, or the shapes do not match.
             IndexError: if a slot is out of range, or empty and never drawn. After an error the state is unchanged. A
                 traced step, and an accelerator, raise no error: such rows change nothing and are counted in
                 :meth:`stats`.

@@ -85,7 +85,7 @@ class EventTableSampler(ReplaySampler):
         eta: η of each table by name, including ``"default"``, each in [0, 1], with sum 1. The schedule of an
             :class:`~torchrl_replay_ext.Anneal` counts drawn batches.
         min_size: d_k, the number of transitions from which on a table is used, >= 1: one number for all event tables,
-            or a dict with numbers for single tables. Default: None, the batch size. (:meth:`probabilities` and
+            or a dict with numbers for some of them. Default: None, the batch size. (:meth:`probabilities` and
             :meth:`stats` use the batch size of the last draw, or 1 before the first draw.)
         allocation: how rows are divided among tables: ``"systematic"`` (default), ``"multinomial"`` or
             ``"largest_remainder"``, see :func:`~torchrl_replay_ext.functional.allocate`.

@@ -89,7 +89,7 @@ class ProportionalSampler(PowerSampler):
         beta: exponent of the importance-sampling weights in [0, 1], or :class:`~torchrl_replay_ext.Anneal`. Default:
             0.4.
         eps: constant added to \|δ\|, >= 0; with 0, transitions with a TD error of 0 are never drawn, unless
-            ``min_priority`` is positive. Default: 1e-6.
+            ``min_priority`` is positive or ``alpha`` is 0. Default: 1e-6.
         stratified: draw one transition from each of B segments of equal mass instead of B independent ones. Default:
             False.
         td_error: ``"squared"`` (default) if the loss writes δ² to the buffer's priority key, ``"absolute"`` if it
@@ -99,7 +99,7 @@ class ProportionalSampler(PowerSampler):
             ``"batch"`` by the largest weight of the batch.
         max_priority_within_buffer: if True, new transitions get the largest d of the stored transitions that have been
             updated, instead of the largest d ever seen; rows that the same write overwrites are not included. If no
-            stored transition has been updated, the last such value is kept. Default: False.
+            stored transition has been updated, or all d are 0, the last such value is kept. Default: False.
         min_priority: the smallest d of an updated transition, >= 0: smaller values of \|δ\| + eps are raised to it.
             Default: 0.
 

@@ -192,9 +192,10 @@ class RankBasedSampler(ReplaySampler):
             the paper with a piecewise linear cumulative distribution: the ranks are divided into B segments of equal
             probability, and within a segment all transitions are equally likely. Weights use the approximate
             probabilities. If rank 1 has a probability above 1 / B, some segments would be empty; such a segment
-            contains the rank at its boundary.
+            contains the rank at its boundary. :meth:`probabilities` and :meth:`stats` have as many segments as the last
+            batch, or exact probabilities before the first batch, also after a load.
         td_error: ``"squared"`` (default) if the loss writes δ², ``"absolute"`` if it writes \|δ\|. Both have the same
-            order, so the draws are the same.
+            order, so the draws are the same, up to ties.
         weight_norm: ``"buffer"`` (default) divides weights by the largest weight of all stored transitions, which is
             that of the last rank: w = (rank / N)^(αβ). ``"batch"`` divides by the largest weight of the batch.
 

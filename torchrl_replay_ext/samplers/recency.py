@@ -32,8 +32,9 @@ class RecencySampler(ReplaySampler):
         half_life: the age, in transitions, at which the probability has halved, > 0; ``math.inf`` is uniform. For a
             mean age near h in a much larger buffer, pass 0.7 h. Default: 100000.
         beta: exponent of the importance-sampling weights, a number in [0, 1]; with 0, all weights are 1. With beta > 0
-            the newest of N transitions has weight 2^(−beta (N − 1) / half_life), which is close to 0 if ``half_life``
-            is much shorter than the buffer. It cannot be annealed, since schedules count priority updates. Default: 0.
+            the newest of N transitions has weight 2^(−beta (N − 1) / half_life), at least 2^(−1022 beta). It is close
+            to 0 if ``half_life`` is much shorter than the buffer. ``beta`` cannot be annealed, since schedules count
+            priority updates. Default: 0.
 
     Raises:
         TypeError: if an argument is not a number.

@@ -105,8 +105,8 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             an EventTableSampler needs tables of ``retention="ring"``. Do not use this sampler in another buffer.
             Requires ``pad=True``.
         starts: where slices begin: ``"any"`` (default), or ``"episode"``: at the first transition that the buffer got
-            of each episode, for recurrent networks that learn from the first step on. All are equally likely. Requires
-            ``anchors="uniform"``.
+            of each episode, for recurrent networks that learn from the first step on. All are equally likely. (A write
+            of more rows than slots counts from its first row that stays.) Requires ``anchors="uniform"``.
         episodes: how rows are divided into episodes. The last part of ``done_key`` must not be ``"terminated"``;
             ``"truncated"`` is written beside this entry. Default: None: those of ``anchors``, which must be the same,
             if these read episodes; else as :class:`~torchrl_replay_ext.Episodes` says. When a state is loaded,

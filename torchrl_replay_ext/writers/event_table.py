@@ -66,6 +66,8 @@ class EventTableWriter(CompilableWriter):
         KeyError: at a write, if an entry is missing, or if the data has an entry that stored rows do not have.
         ValueError: at a write, if an entry has the wrong shape, or the data of several streams is not flat.
 
+    List storages take rows with any entries, shapes and dtypes.
+
     Examples:
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
