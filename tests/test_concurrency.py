@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +16,8 @@ from tests.data import SAMPLERS as BY_NAME
 from tests.data import buffer_with, learn, random_rows
 from tests.params import both_buffers
 from tests.samplers.experience import assert_draws_as_rebuilt
-from tests.test_faults import CAPACITY, SAMPLERS, filled, make, rows, whole
+from tests.test_faults import CAPACITY, SAMPLERS, Killed, filled, make, rows, whole
+from torchrl_replay_ext import _torchrl
 
 SECONDS = [0.4, pytest.param(60, marks=pytest.mark.slow)]
 SHARED = ["tables, proportional", *(pytest.param(name, marks=pytest.mark.slow) for name in ("proportional", "rank"))]
@@ -128,3 +132,39 @@ def test_the_actors_batches_wait_for_writes(compilable, shared):
             assert bool((batch["a"] == batch["z"][:, 0]).all())
 
     in_threads((write,), (draw,))
+
+
+def interrupt_at(number):
+    """A trace function that raises before a line of the code that takes and releases locks."""
+    files, left = (contextlib.__file__, _torchrl.__file__), number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        left -= event == "line"
+        if not left:
+            raise Killed
+        return trace
+
+    return trace
+
+
+def test_an_interrupt_leaves_no_lock_behind():
+    """Ctrl-C where ``stats()`` and setters lock the buffer: other threads must not wait forever."""
+    buffer, before = filled("proportional"), sys.gettrace()
+    for number in range(1, 1000):
+        sys.settrace(interrupt_at(number))
+        try:
+            with buffer.sampler.exclusive():
+                pass
+            break
+        except Killed:
+            pass
+        finally:
+            sys.settrace(before)
+        other = threading.Thread(target=buffer.sample, daemon=True)
+        other.start()
+        other.join(30)
+        assert not other.is_alive(), number
+    assert 10 < number < 999

@@ -12,14 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.data import buffer_with, event_sampler, learn
 from tests.data import rows as data_rows
 from tests.operations import CASES, Driven
-from tests.params import slow_but
+from tests.params import both_buffers, slow_but
 from torchrl_replay_ext import (
     EventTableSampler,
     ProportionalSampler,
     RankBasedSampler,
     ReaPERSampler,
+    RecencySampler,
     TrajectoryRetraceSampler,
 )
+from torchrl_replay_ext.core.episodes import EpisodeIndex
+from torchrl_replay_ext.core.slots import Slots
+from torchrl_replay_ext.samplers.slice_starts import SliceStarts
 
 pytestmark = [
     # a warning of TorchRL for each checkpoint of a storage that was loaded
@@ -93,10 +97,11 @@ SAMPLERS = {
     "tables": ends,
     "tables, proportional": lambda: ends(priority={"kind": "proportional"}),
 }
+MADE = {**SAMPLERS, "recency": lambda: RecencySampler(CAPACITY)}
 
 
 def make(name, *, compilable=True, **arguments):
-    return buffer_with(SAMPLERS[name](), CAPACITY, compilable=compilable, batch_size=16, **arguments)
+    return buffer_with(MADE[name](), CAPACITY, compilable=compilable, batch_size=16, **arguments)
 
 
 class Killed(BaseException):
@@ -204,6 +209,27 @@ def test_a_write_that_breaks_off(name, where):
     # the interrupted write overwrites rows 16 to 20
     assert drawn_numbers(buffer) == set(range(40 - CAPACITY, 40)) - set(range(16, 21))
     go_on(buffer)
+
+
+@both_buffers
+@pytest.mark.parametrize("name", MADE)
+def test_a_write_that_is_interrupted_after_a_kernel(name, compilable, monkeypatch):
+    """Ctrl-C is noticed when a kernel has changed the state: nothing of the write is drawn all the same."""
+    for owner, method in ((RankBasedSampler, "write"), (EpisodeIndex, "write"), (SliceStarts, "write"),
+                          (RecencySampler, "write"), (EventTableSampler, "write"), (Slots, "record")):  # fmt: skip
+        buffer, changes = filled(name, compilable=compilable), getattr(owner, method)
+
+        def interrupted(*arguments, changes=changes, **keywords):
+            changes(*arguments, **keywords)
+            raise Killed
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, interrupted)
+            try:
+                buffer.extend(rows(range(100, 105)))
+            except Killed:
+                assert drawn_numbers(buffer) == set(range(40 - CAPACITY, 40)) - set(range(16, 21))
+        go_on(buffer)
 
 
 @pytest.mark.parametrize(

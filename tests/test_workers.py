@@ -1,5 +1,6 @@
 """Collectors in spawned processes write to a buffer, and a learner draws and updates."""
 
+import multiprocessing
 import multiprocessing.context
 import pickle
 from functools import partial
@@ -10,7 +11,7 @@ from torchrl.collectors import MultiAsyncCollector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import GymEnv
 
-from tests.data import buffer_with, event_sampler, learn, rows
+from tests.data import SAMPLERS, buffer_with, event_sampler, learn, random_rows, rows
 from tests.samplers.experience import INTERRUPTED
 from tests.samplers.test_streams import assert_episodes
 from torchrl_replay_ext import (
@@ -158,3 +159,32 @@ def test_what_another_process_empties_or_writes_is_known():
     written.extend(numbers(2, 3, 1))
     # the quantiles are 1, 1, 2, 2 and 2
     assert tables["best"].index().tolist() == [1, 2, 4] and tables["new"].index().tolist() == [0, 1, 2, 4]
+
+
+def use_and_report(buffer, update, errors):
+    try:
+        buffer.sample()
+        if update:
+            buffer.update_priority(torch.tensor([0]), torch.ones(1))
+        else:
+            buffer.extend(random_rows(1))
+        errors.put("")
+    except RuntimeError as error:
+        errors.put(str(error))
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["proportional", "slices, proportional", "tables, proportional"])
+def test_a_forked_process_does_not_change_its_copy_in_silence(name):
+    buffer = buffer_with(SAMPLERS[name](9), 9, batch_size=4)
+    buffer.extend(random_rows(4))
+    context = torch.multiprocessing.get_context("fork")
+    errors = context.Queue()
+    for update in (True, False):
+        process = context.Process(target=use_and_report, args=(buffer, update, errors))
+        process.start()
+        assert "'spawn', or make the buffer in this one" in errors.get(timeout=60)
+        process.join(60)
+    buffer.extend(random_rows(4))
+    assert len(buffer.sample()) == 4

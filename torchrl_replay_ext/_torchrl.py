@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -309,12 +309,22 @@ def locked(buffer: Any) -> Iterator[None]:
             yield
 
 
-def exclusive(storage: Any) -> ExitStack:
-    """A context that holds the locks of all buffers of this storage, so no other thread can use them."""
-    locks = ExitStack()
-    for buffer in attached_buffers(storage) if isinstance(storage, Storage) else ():
-        locks.enter_context(getattr(buffer, "_replay_lock", None) or ExitStack())
-    return locks
+@contextmanager
+def exclusive(storage: Any) -> Iterator[None]:
+    """Hold the locks of all buffers of this storage, so no other thread can use them."""
+    buffers = attached_buffers(storage) if isinstance(storage, Storage) else ()
+    with _held([lock for buffer in buffers if (lock := getattr(buffer, "_replay_lock", None)) is not None]):
+        yield
+
+
+@contextmanager
+def _held(locks: Sequence[Any]) -> Iterator[None]:
+    """Hold all locks; an ExitStack would keep them if Ctrl-C arrives in its own code."""
+    if locks:
+        with locks[0], _held(locks[1:]):
+            yield
+    else:
+        yield
 
 
 def take_rows(data: TensorDictBase, index: Tensor, /, **known: Tensor) -> Any:

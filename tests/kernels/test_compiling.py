@@ -1,6 +1,8 @@
 """The first calls of kernels: what is said while Numba compiles, and the command that compiles all of them ahead."""
 
 import logging
+import subprocess
+import sys
 
 import numba
 import numpy as np
@@ -66,3 +68,29 @@ def test_the_command_runs_all_kernels(monkeypatch):
     # of accelerators, of failed writes, of conditions with context, and of an annealed alpha in graphs
     rare = {"episodes.apply", "events.remove", "events.earlier"}
     assert called == {kernel._name for kernel in KERNELS} - rare
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch
+from torchrl_replay_ext.core.sum_tree import SumTree
+
+class Interrupt:
+    def find_spec(self, name, *arguments):
+        if name == "numba.core.typing":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+tree = SumTree(4)
+try:
+    tree.write(torch.tensor([0]), 5)
+    print("not interrupted")
+except KeyboardInterrupt:
+    tree.write(torch.tensor([0]), 5)
+    print(tree.total().item())
+"""
+
+
+def test_ctrl_c_while_numba_is_imported_does_no_harm():
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert result.stdout == "5\n" and not result.stderr

@@ -12,6 +12,7 @@ import itertools
 import string
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -89,7 +90,9 @@ class Kernel:
 
     def _implementation(self, package: str) -> Callable[..., None]:
         module, function = self._name.split(".")
-        return getattr(import_module(f"{package}.{module}"), function)
+        # in another thread, which Ctrl-C does not interrupt: half of Numba cannot be imported again
+        with ThreadPoolExecutor(1) as thread:
+            return getattr(thread.submit(import_module, f"{package}.{module}").result(), function)
 
     def _on_cpu(self, *arguments: Any) -> None:
         known, arrays = {} if Views.may_have_moved else _ARRAYS, []

@@ -306,6 +306,8 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
         if not self.takes_priorities:
             return
         in_graph = self.synchronize(storage)
+        if not in_graph:
+            self._require_not_forked()
         if not self.layout.known and self.slots.is_empty:
             raise IndexError(f"{self.owner}.update_priority: the storage is empty; write to the buffer first.")
         slots = self.flat_slots(index)
@@ -490,6 +492,7 @@ class ReplaySampler(BoundState, ShardDraws, ShowsArguments, Sampler):
             **super().__getstate__(),
             "_bound_storage": None,
             "_storage_writes": None,
+            "_process": None,
             "_is_spawned": get_spawning_popen() is not None,
         }
 

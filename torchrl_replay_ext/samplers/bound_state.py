@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ class BoundState(SlotState):
     _known_writes = 0
     # True for a copy in a spawned process; its tensors are shared with the learner's process
     _is_spawned = False
+    # the process that bound the sampler to its storage
+    _process: int | None = None
 
     # --- the storage
 
@@ -142,8 +145,17 @@ class BoundState(SlotState):
                 self.load_state_dict(loaded)
         self._require_stored(name, self.slots.generation, storage)
         self.layout, self._bound_storage, self._storage_writes = layout, storage, _torchrl.write_count(storage)
+        self._process = os.getpid()
         self._know_all_writes()
         mark_static(vars(self))
+
+    def _require_not_forked(self) -> None:
+        """Raise RuntimeError in a forked process, whose changes the process that made the state would not see."""
+        if self._process not in (None, os.getpid()) and not self.slots.generation.is_shared():
+            raise RuntimeError(
+                f"{self.owner}: the process that made this buffer would not see the writes and updates of a process "
+                "that was forked from it. Start processes with the method 'spawn', or make the buffer in this one."
+            )
 
     def _require_stored(self, call: str, generation: Tensor, storage: Storage) -> None:
         """Raise ValueError if a state has rows, at the slots of positive ``generation``, that the storage lacks."""
@@ -183,7 +195,7 @@ class BoundState(SlotState):
     def _know_all_writes(self) -> None:
         self._known_writes = 0 if self._storage_writes is None else self._storage_writes.writes
 
-    def exclusive(self) -> ExitStack:
+    def exclusive(self) -> AbstractContextManager[None]:
         """Lock out other threads that draw (``prefetch``), write or update."""
         return _torchrl.exclusive(self._bound_storage)
 
@@ -204,6 +216,7 @@ class BoundState(SlotState):
                 self.slots.last_seen_step.copy_(slots[-1] // self.layout.slots_per_step)
             return
         self.bind(storage)
+        self._require_not_forked()
         slots = flat_slots(self.owner, index, self.layout)
         # also counted if the rows are refused below
         self._known_writes += len(slots) > 0

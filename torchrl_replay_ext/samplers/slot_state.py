@@ -205,6 +205,7 @@ class SlotState(WriteObserver, ABC):
         """
         if self.slots.within_buffer:
             self.slots.exclude(slots)
+        rows: Any = None
         if self._row_readers:
             if write is None:
                 is_read = self._is_ordered and not self._is_on_cpu and not is_traced()
@@ -213,18 +214,22 @@ class SlotState(WriteObserver, ABC):
             else:
                 on_host, index, columns = write.slots, write.slots_as_index, write.columns
             rows = RowView(self.owner, storage, slots, index, self.slots.size, is_rewrite, on_host, columns)
-            inserted: list[WriteObserver] = []
-            try:
-                for part in self._row_readers:
-                    part.write(slots, rows)
-                    inserted.append(part)
-            except BaseException:
-                self._undo_write(slots, inserted)
-                raise
-        self.slots.record(slots, stays=True)
+        inserted: list[WriteObserver] = []
+        try:
+            for part in self._row_readers:
+                part.write(slots, rows)
+                inserted.append(part)
+            self.slots.record(slots, stays=True)
+        except BaseException as error:
+            # a part that raises an error has not taken in the rows; one that Ctrl-C interrupts may have
+            self._undo_write(slots, inserted if isinstance(error, Exception) else self._row_readers)
+            raise
 
-    def _undo_write(self, slots: Tensor, inserted: list[WriteObserver]) -> None:
-        """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused."""
+    def _undo_write(self, slots: Tensor, inserted: Sequence[WriteObserver]) -> None:
+        """Empty ``slots`` [n] after an error: the rows before were overwritten, and those of the write are refused.
+
+        ``inserted``: the parts that may have taken in the rows.
+        """
         if is_traced():
             return
         before = slots[self.slots.generation_of(slots) > 0]
