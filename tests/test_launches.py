@@ -64,7 +64,7 @@ LAUNCHES = {
     "reaper": (lambda: {"sampler": ReaPERSampler()}, 1, 22, 12, 3),
     "recency": (lambda: {"sampler": RecencySampler()}, 1, 22, 42, 0),
     "slices": (lambda: {"sampler": TrajectoryRetraceSampler(slice_len=4)}, 1, 24, 24, 1),
-    "event tables": (tables, 1, 21, 39, 3),
+    "event tables": (tables, 1, 21, 40, 3),
 }
 
 

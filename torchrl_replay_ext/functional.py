@@ -87,12 +87,12 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
         u = torch.rand(size, dtype=torch.float64, device=eta.device)
     # integers: the order in which a GPU adds them makes no difference
     cumulated = (eta * 2.0**52).to(torch.int64).cumsum(0)
-    cumulated = cumulated.double() / cumulated[-1].double()
+    later = (cumulated[-1:] - cumulated) / cumulated[-1:].double()
     if method == "systematic":
-        ends = (batch_size * cumulated - u.reshape(-1)[0]).ceil().clamp(0, batch_size)
-        # B - u may round to B - 1
-        return torch.where(cumulated == 1, batch_size, ends).to(torch.int64)
-    return (u.reshape(1, -1) < cumulated.unsqueeze(1)).sum(1)
+        # ⌈B c − u⌉ = B − ⌊B (1 − c) + u⌋ for the cumulative η c, with 1 − c exactly 1 before all η > 0 and 0 after them
+        rows_later = u.reshape(-1)[:1].to(eta).add(later, alpha=batch_size).to(torch.int64)
+        return (batch_size - rows_later).clamp_min_(0)
+    return (u.reshape(1, -1) < (1 - later).unsqueeze(1)).sum(1)
 
 
 def require_noise_scale(owner: str, noise_scale: float | Tensor) -> None:

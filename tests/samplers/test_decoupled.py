@@ -274,8 +274,8 @@ def test_pinned_tables_are_refused():
 
 def test_what_does_not_fit_together():
     rb, _ = make()
-    for batch_size in (0, 2.5, True):
-        with pytest.raises(ValueError, match="batch_size must be an integer >= 1"):
+    for batch_size, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="batch_size must be an integer >= 1"):
             rb.sampler.actor_buffer(rb, batch_size=batch_size)
     rb, actor_rb = make(noise_scale=torch.ones(3))
     with pytest.raises(ValueError, match=r"noise_scale has shape \(3,\)"):

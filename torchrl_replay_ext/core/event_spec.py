@@ -257,7 +257,8 @@ class EventSpec:
     Raises:
         ValueError: if ``history`` < 1 or ``context`` < 0, if a Quantile or Novel has a ``context``, or if ``name`` or
             ``table`` is ``"default"``.
-        TypeError: if the condition is none of these, or ``name`` or ``table`` is not a non-empty string.
+        TypeError: if the condition is none of these, ``name`` or ``table`` is not a non-empty string, or a number is
+            not an integer.
 
     Examples:
         >>> gap = EventSpec("gap", ("next", "at_gap"), history=200)

@@ -78,7 +78,7 @@ class EventTables(Mapping[str, EventTable]):
 
     Raises:
         ValueError: if ``capacity`` does not name exactly the tables of ``specs``, or an argument is out of range.
-        TypeError: if ``specs`` is not a list or ``capacity`` is not a mapping.
+        TypeError: if ``specs`` is not a list, or ``capacity`` is not a mapping to integers.
 
     Examples:
         >>> tables = EventTables(

@@ -187,7 +187,8 @@ class DecoupledSampler(SamplerWrapper):
             batch_size: number of rows. None (default): the batch size of ``rb``.
 
         Raises:
-            ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is missing.
+            ValueError: if ``rb`` has another sampler or is in another process, or ``batch_size`` is smaller than 1.
+            TypeError: if neither ``batch_size`` nor that of ``rb`` is an integer.
         """
         if getattr(rb, "sampler", None) is not self:
             raise ValueError(

@@ -113,7 +113,7 @@ class TrajectoryRetraceSampler(SamplerWrapper):
             unfinished episodes end with their last stored transition.
 
     Raises:
-        TypeError: if a flag has another type.
+        TypeError: if a number or a flag has another type.
         ValueError: if an argument is out of range. At a write, if ``capacity`` is smaller than the storage, or more
             trajectories than ``episodes.num_streams`` go on in turn. At a draw, if ``batch_size`` is not a multiple of
             ``slice_len`` or the buffer has ``sample_unit=Sequence(...)``.

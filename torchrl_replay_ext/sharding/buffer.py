@@ -82,7 +82,7 @@ class ShardedReplayBuffer:
             lost ones again. Draws and writes wait if all are lost, checkpoints if one is. Default: 60.
 
     Raises:
-        TypeError: if the storage is of another class.
+        TypeError: if the storage is of another class, or a number is not an integer.
         ValueError: if a number is out of range, or the storage or the sampler cannot be used in shards.
         RuntimeError: if the shards are not started in ``timeout`` seconds.
 
