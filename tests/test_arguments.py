@@ -152,6 +152,8 @@ def annealed(default, a, b=0.3):
         (decoupled, {"policy": lambda data: data}, ValueError, "must be a TensorDictModule"),
         (decoupled, {"action_key": "act"}, ValueError, "it must write 'act'"),
         (decoupled, {"noise_scale": "0.1"}, TypeError, "noise_scale must be"),
+        (decoupled, {"noise_scale": torch.tensor([True])}, TypeError, "noise_scale must hold real numbers"),
+        (decoupled, {"noise_scale": torch.tensor([1j])}, TypeError, "noise_scale must hold real numbers"),
         (tables, {"tables": {"a": 3}}, TypeError, "tables must be EventTables"),
         (tables, {"eta": 0.5}, TypeError, "eta must be a dict"),
         (tables, {"eta": {**ETA, "a": "0.2"}}, TypeError, "every eta must be a number or Anneal"),

@@ -215,8 +215,8 @@ def test_a_write_that_breaks_off(name, where):
 @pytest.mark.parametrize("name", MADE)
 def test_a_write_that_is_interrupted_after_a_kernel(name, compilable, monkeypatch):
     """Ctrl-C is noticed when a kernel has changed the state: nothing of the write is drawn all the same."""
-    for owner, method in ((RankBasedSampler, "write"), (EpisodeIndex, "write"), (SliceStarts, "write"),
-                          (RecencySampler, "write"), (EventTableSampler, "write"), (Slots, "record")):  # fmt: skip
+    takers = RankBasedSampler, EpisodeIndex, SliceStarts, RecencySampler, EventTableSampler
+    for owner, method in (*((taker, "write") for taker in takers), (Slots, "record")):
         buffer, changes = filled(name, compilable=compilable), getattr(owner, method)
 
         def interrupted(*arguments, changes=changes, **keywords):

@@ -55,7 +55,12 @@ def require_bool(owner: str, name: str, value: Any) -> bool:
 
 
 def require_integer(owner: str, name: str, value: Any, *, least: int = 1) -> int:
-    """Return ``value`` as an int. TypeError if it is no integer of Python or NumPy, ValueError if it is < ``least``."""
+    """Return ``value`` as an int.
+
+    Raises:
+        TypeError: unless it is an integer of Python or NumPy.
+        ValueError: if it is smaller than ``least``.
+    """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or value < least:
         error = ValueError if is_integer else TypeError

@@ -87,9 +87,10 @@ def table_ends(eta: Tensor, batch_size: int, method: str, u: Tensor | None = Non
         u = torch.rand(size, dtype=torch.float64, device=eta.device)
     # integers: the order in which a GPU adds them makes no difference
     cumulated = (eta * 2.0**52).to(torch.int64).cumsum(0)
+    # the share of the tables that follow: exactly 1 before the first η > 0, and exactly 0 from the last one on
     later = (cumulated[-1:] - cumulated) / cumulated[-1:].double()
     if method == "systematic":
-        # ⌈B c − u⌉ = B − ⌊B (1 − c) + u⌋ for the cumulative η c, with 1 − c exactly 1 before all η > 0 and 0 after them
+        # ⌈B (1 − later) − u⌉, written so that it is exact at both ends
         rows_later = u.reshape(-1)[:1].to(eta).add(later, alpha=batch_size).to(torch.int64)
         return (batch_size - rows_later).clamp_min_(0)
     return (u.reshape(1, -1) < (1 - later).unsqueeze(1)).sum(1)

@@ -342,7 +342,7 @@ def table_capacities(specs: Sequence[EventSpec], capacity: Mapping[str, int], re
     Returns:
         The capacity κ of each table, the default table first. With ``retention="ring"``, the default table has 0.
     """
-    if not isinstance(specs, Sequence) or isinstance(specs, str) or not isinstance(capacity, Mapping):
+    if not isinstance(specs, Sequence) or not isinstance(capacity, Mapping):
         raise TypeError(
             "EventTables: specs must be a list of EventSpec, and capacity a dict with one number for each table."
         )
