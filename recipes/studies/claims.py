@@ -119,7 +119,7 @@ def compare(row: dict[str, Any]) -> Comparison:
     if spread or row.get("last"):
         of, censored = partial(last_value, column=row.get("column", study.config.column)), None
     else:
-        of, censored = steps_of, study.pairs(*where, censored_of).astype(bool)
+        of, censored = steps_of, study.pairs(*where, censored_of)
     return Comparison(row.get("as", ""), study.pairs(*where, of), censored, row["expect"], number, spread)
 
 

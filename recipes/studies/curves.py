@@ -122,7 +122,9 @@ def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     lengths = [{int(run.steps[-1]) for run in runs if not run.stopped} for runs in groups]
     if max(map(len, lengths)) > 1:
         end += " Runs differ in length: a line ends with its shortest run."
-    return f"Line: mean of {count} seeds{f', each {each}' if each else ''}; band: 95 % t interval of the mean.{end}"
+    # pooled studies may have several runs of a seed
+    kind = "seeds" if all(len({run.seed for run in runs}) == len(runs) for runs in groups) else "runs"
+    return f"Line: mean of {count} {kind}{f', each {each}' if each else ''}; band: 95 % t interval of the mean.{end}"
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Curve:

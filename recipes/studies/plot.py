@@ -17,7 +17,8 @@ that ended otherwise ends the line of its group. `--smooth` averages each run ov
 
 For a study (study=<name or directory>, see recipes.study), it prints the table, one sentence per variant, and writes
 table and figure into the directory of the study. `--baseline` prints the comparison with another variant and writes no
-files. Several studies are pooled: the variants that all of them have are compared by all their runs.
+files. Several studies are pooled: the variants that all of them have are compared by all their runs, where runs with
+the same seed count as one.
 
 Each figure is written as PNG and as SVG.
 """

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import gmean
 
 from recipes.common.cli import parse_config
 from recipes.common.errors import ConfigError, did_you_mean
@@ -49,11 +50,18 @@ class Study:
         return np.array([of(run) for run in self.runs[env][variant]])
 
     def pairs(self, env: str, variant: str, of: Callable[[Curve], float]) -> np.ndarray:
-        """That number for (baseline, variant), [n, 2], for the n seeds that both have."""
-        theirs, ours = (
-            {run.seed: of(run) for run in self.runs[env].get(name, [])} for name in (self.config.baseline, variant)
-        )
-        return np.array([(theirs[seed], ours[seed]) for seed in sorted(ours.keys() & theirs.keys())]).reshape(-1, 2)
+        """That number for (baseline, variant), [n, 2], for the n seeds that both have.
+
+        Several runs of a seed, in pooled studies, count as one: with their mean, of steps the geometric one, and as
+        censored if one of them is.
+        """
+        mean = {steps_of: gmean, censored_of: any}.get(of, np.mean)
+        found: tuple[defaultdict[int, list[float]], ...] = defaultdict(list), defaultdict(list)
+        for side, name in zip(found, (self.config.baseline, variant), strict=True):
+            for run in self.runs[env].get(name, []):
+                side[run.seed].append(of(run))
+        seeds = sorted(found[0].keys() & found[1].keys())
+        return np.array([[mean(side[seed]) for side in found] for seed in seeds]).reshape(-1, 2)
 
 
 def steps_of(run: Curve) -> float:
@@ -96,14 +104,13 @@ def read_study(out: Path) -> Study:
 def pool(studies: Sequence[Study]) -> Study:
     """The runs of several studies as those of one, of the environments and variants that all of them have.
 
-    The configuration is that of the first. Seeds are renumbered: runs of two studies with the same seed are no pair.
+    The configuration is that of the first.
     """
     runs: dict[str, dict[str, list[Curve]]] = defaultdict(dict)
     for env, variants in studies[0].runs.items():
         for name in variants:
             if all(name in each.runs.get(env, {}) for each in studies):
-                own = [(1000 * n, run) for n, each in enumerate(studies) for run in each.runs[env][name]]
-                runs[env][name] = [replace(run, seed=offset + run.seed) for offset, run in own]
+                runs[env][name] = [run for each in studies for run in each.runs[env][name]]
     return replace(studies[0], rows=[row for each in studies for row in each.rows], runs=runs)
 
 
