@@ -23,7 +23,7 @@ from tests.recipes.test_plot import write_run
 
 RESULTS = ROOT / "recipes" / "results"
 # not run yet; atari10 takes years of a CPU
-NOT_RUN = ("atari10", "minatar_20")
+NOT_RUN = ("atari10",)
 OF_EARLIER_CODE = ("dper_candidates", "dper_sac")  # their samplers are gone
 STUDIES = sorted(path.removesuffix(".yaml") for path in os.listdir(ROOT / "recipes/conf/study"))
 
@@ -306,6 +306,7 @@ OTHER_BASELINES = {
     "deepsea12": ["per"],
     "deepsea_20": ["per"],
     "minatar": ["per"],
+    "minatar_20": ["per"],
     "reaper_td3_lunarlander": ["per"],
     "reaper_sac_lunarlander": ["per"],
     "acer_ratios": ["replay ratio 0", "replay ratio 1", "replay ratio 8"],
