@@ -80,6 +80,8 @@ class Interrupt:
         if name == "numba.core.typing":
             os.kill(os.getpid(), signal.SIGINT)
 
+# a process that a shell started in the background ignores the signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupt())
 tree = SumTree(4)
 try:
