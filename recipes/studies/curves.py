@@ -86,7 +86,10 @@ def draw_curves(
     """
     for place, (group, runs) in enumerate(groups.items()):
         steps = np.unique(np.concatenate([run.steps for run in runs]))
+        # pooled studies may have several runs of a seed
+        seeds = np.array([run.seed for run in runs])
         values = np.stack([run.at(steps, column) for run in runs])
+        values = np.stack([values[seeds == seed].mean(0) for seed in np.unique(seeds)])
         # Leave out steps at which some runs have no value: the line would jump when the set of runs changes.
         steps, values = steps[~np.isnan(values).any(0)], values[:, ~np.isnan(values).any(0)]
         if not len(steps):
@@ -95,7 +98,7 @@ def draw_curves(
         every, (color, marker) = max(1, len(steps) // MARKERS), looks[group]
         marked = (place * every // len(groups), every)
         axes.plot(steps, values.mean(0), color=color, marker=marker, markevery=marked)
-        if len(runs) > 1:
+        if len(values) > 1:
             axes.fill_between(steps, *mean_interval(values), color=color, **BAND)
     axes.set(ylabel=figures.label(column), xmargin=0.02)
 
@@ -111,7 +114,7 @@ def curve_entries(looks: Mapping[str, figures.Look]) -> dict[str, tuple[Artist, 
 def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     """Sentences on what lines and bands are."""
     groups = [*groups]
-    sizes = sorted({len(runs) for runs in groups})
+    sizes = sorted({len({run.seed for run in runs}) for runs in groups})
     each = f"smoothed over {window} evaluations" if window > 1 else ""
     lasts = [(runs, max(run.steps[-1] for run in runs)) for runs in groups]
     carried = any(run.stopped and run.steps[-1] < last for runs, last in lasts for run in runs)
@@ -122,9 +125,7 @@ def curve_note(groups: Iterable[Sequence[Curve]], window: int = 1) -> str:
     lengths = [{int(run.steps[-1]) for run in runs if not run.stopped} for runs in groups]
     if max(map(len, lengths)) > 1:
         end += " Runs differ in length: a line ends with its shortest run."
-    # pooled studies may have several runs of a seed
-    kind = "seeds" if all(len({run.seed for run in runs}) == len(runs) for runs in groups) else "runs"
-    return f"Line: mean of {count} {kind}{f', each {each}' if each else ''}; band: 95 % t interval of the mean.{end}"
+    return f"Line: mean of {count} seeds{f', each {each}' if each else ''}; band: 95 % t interval of the mean.{end}"
 
 
 def read_run(run_dir: Path, columns: Sequence[str] = (RETURN,), by: Sequence[str] = SAMPLER) -> Curve:
