@@ -56,12 +56,11 @@ class Study:
         censored if one of them is.
         """
         mean = {steps_of: gmean, censored_of: any}.get(of, np.mean)
-        found: tuple[defaultdict[int, list[float]], ...] = defaultdict(list), defaultdict(list)
-        for side, name in zip(found, (self.config.baseline, variant), strict=True):
-            for run in self.runs[env].get(name, []):
-                side[run.seed].append(of(run))
-        seeds = sorted(found[0].keys() & found[1].keys())
-        return np.array([[mean(side[seed]) for side in found] for seed in seeds]).reshape(-1, 2)
+        sides = [self.runs[env].get(name, []) for name in (self.config.baseline, variant)]
+        theirs, ours = ({run.seed for run in side} for side in sides)
+        return np.array(
+            [[mean([of(run) for run in side if run.seed == seed]) for side in sides] for seed in sorted(theirs & ours)]
+        ).reshape(-1, 2)
 
 
 def steps_of(run: Curve) -> float:
